@@ -1,0 +1,1 @@
+"""Pure Python decisions and messages: no torch, no ray, no HTTP."""

@@ -1,0 +1,116 @@
+"""The port between target and drafter: five messages, the same for every placement and transport.
+
+    OPEN     target → drafter   a request begins (or begins again, with a higher epoch, after a preemption)
+    ROWS     target → drafter   context rows (target features after the drafter's `fc`, before its norm)
+    COMMIT   target → drafter   how many positions are committed, and the new anchor
+    PROPOSE  drafter → target   a draft for the block that starts at the committed length
+    CLOSE    target → drafter   the request is gone; its context may be dropped
+
+Rules. Messages are idempotent. A message whose epoch is not the request's current one, or whose positions do not fit,
+is dropped and counted, never applied. A proposal is bound to (request, epoch, base_len); the target drops it when any
+of them has moved on. A request whose context rows have a gap is never drafted for. Losslessness never depends on the
+drafter being right, only on `candidate_probs` being exactly what the drafted tokens were drawn from.
+
+Row payloads are opaque here (`Any`): tensors in process, buffers on a wire.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A request begins. temperature: below 1e-5 the walk is greedy. seed: the request's 64-bit noise key."""
+
+    request_id: str
+    epoch: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Where a run of context rows belongs: positions `first_position … first_position + num_rows - 1`."""
+
+    request_id: str
+    epoch: int
+    first_position: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Context rows of one target step: `rows` [T, H] holds the spans' rows one after the other."""
+
+    spans: tuple[RowSpan, ...]
+    rows: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Positions `0 … base_len - 1` are committed; rows at or beyond `base_len` are void.
+
+    `anchor`: the newest committed token, at position `base_len`; None in the middle of a prefill.
+    """
+
+    request_id: str
+    epoch: int
+    base_len: int
+    anchor: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The request is gone. An epoch lower than the current one is stale and ignored."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A proposal that the target asks for: drafts for positions `base_len + 1 … base_len + width`."""
+
+    request_id: str
+    epoch: int
+    base_len: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A draft of `width` tokens behind the anchor at position `base_len`.
+
+    token_ids: `width` ids. candidate_ids [width, C] int64 and candidate_probs [width, C] fp32 (in process: CPU or device
+    tensors): the realised q row of each slot, zero elsewhere; None for a greedy walk, whose q is one-hot.
+    """
+
+    request_id: str
+    epoch: int
+    base_len: int
+    token_ids: tuple[int, ...]
+    candidate_ids: Any = None
+    candidate_probs: Any = None
+
+
+class DraftPort(Protocol):
+    """What the target side sees of a drafter, wherever it runs."""
+
+    def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
+        """Hand over the messages of one step, in order. Never blocks on the drafter's work; never raises for a
+        message that is stale."""
+        ...
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        """Proposals for `wanted`, in any order; a request that cannot be drafted for is left out (the target then
+        decodes it plainly in the same step)."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Messages dropped, by reason (`stale_epoch`, `stale_base`, `unknown_request`, `missing_rows` …)."""
+        ...
+
+    def close(self) -> None:
+        """Release the drafter's resources."""
+        ...

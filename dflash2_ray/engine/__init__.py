@@ -1,0 +1,1 @@
+"""Ray actors, placement and the client. No HTTP, no tensors at import."""

@@ -1,0 +1,1 @@
+"""One process per device: KV cache, runners, loops, links. No ray, no HTTP."""

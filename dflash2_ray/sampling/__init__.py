@@ -1,0 +1,1 @@
+"""What distribution, which token: everything between logits and a committed token id."""

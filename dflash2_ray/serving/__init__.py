@@ -1,0 +1,1 @@
+"""Serve deployments and the OpenAI-compatible API. No tensors."""
