@@ -1,0 +1,291 @@
+"""The one flat, strict configuration, and its pure resolution into what an engine runs with.
+
+`ServiceConfig` is what users write (YAML, `key=value`, keywords): `auto` exists only here. `resolve()` turns it, with
+facts about the machine and the two checkpoints, into an `EngineConfig` in which nothing is left to decide.
+This module reads no file and imports neither torch nor ray.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dflash2_ray.errors import ConfigError
+
+MIB = 1024 * 1024
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ServiceConfig(BaseModel):
+    """Every key of the service. Same words as vLLM where the meaning is the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    target: str = Field("embedded", description="Target model: `embedded`, `smollm2`, a local folder or a hub id.")
+    drafter: str | None = Field(
+        None, description="DFlash 2 drafter: a local folder or hub id; `none` switches speculation off. "
+        "Default: the embedded drafter for the embedded target, none otherwise."
+    )
+    target_revision: str | None = Field(None, description="Hub revision of the target.")
+    drafter_revision: str | None = Field(None, description="Hub revision of the drafter.")
+    served_model_name: str | None = Field(None, description="Model name in the API; default: the target's.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Weight type; auto: the checkpoint's.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where both models run.")
+    chat_template: str | None = Field(None, description="Path of a Jinja chat template that replaces the tokenizer's.")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="auto: stop tokens and sampling defaults from the target's generation_config.json."
+    )
+    max_model_len: int | None = Field(None, ge=2, description="Prompt plus completion, in tokens.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Target ranks. This version serves 1.")
+    drafter_placement: Literal["auto", "colocated", "separate"] = Field(
+        "auto", description="Where the drafter runs. This version serves `colocated`."
+    )
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, description="Draft slots per request; default: draft block size - 1. 0 switches speculation off."
+    )
+    pipeline: Literal["auto", "serial", "split"] = Field("auto", description="Step schedule. This version: serial.")
+    page_size: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU that this service may fill.")
+    num_kv_pages: int | None = Field(None, ge=1, description="KV pages; default: from the memory at hand.")
+    max_num_seqs: int = Field(16, ge=1, le=1024, description="Requests that may run at once.")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens of one step; default 512 or more.")
+    max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
+    num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
+    num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
+    seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise ValueError(f"unknown key {key!r}{hint} Known keys: {', '.join(sorted(cls.model_fields))}")
+        return data
+
+    @classmethod
+    def from_keys(cls, keys: Mapping[str, Any]) -> "ServiceConfig":
+        """Validate a mapping of keys. Raises ConfigError with one line per problem: key, what was expected, what was got."""
+        try:
+            return cls.model_validate(dict(keys))
+        except ValidationError as error:
+            raise ConfigError("; ".join(_problem(row) for row in error.errors())) from None
+
+    @property
+    def wants_drafter(self) -> bool:
+        """Whether the settings ask for a drafter (a target without one of its own runs plain by default)."""
+        if self.num_speculative_tokens == 0 or (self.drafter or "").lower() == "none":
+            return False
+        return self.drafter is not None or self.target == "embedded"
+
+
+def _problem(row: Any) -> str:
+    key = ".".join(str(part) for part in row["loc"])
+    message = str(row["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}, got {row['input']!r}" if key else message
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What this process can use. Sizes in bytes."""
+
+    num_gpus: int
+    gpu_memory_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What the target's config.json says. `dtype` is the checkpoint's, as torch spells it without the prefix."""
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str
+    weight_bytes: int
+
+    def kv_bytes_per_token(self, item_bytes: int) -> int:
+        """Bytes of keys and values of all layers for one token."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """What the drafter's config.json says; `draft_block_size` counts the anchor."""
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+    draft_block_size: int
+    max_position_embeddings: int
+    weight_bytes: int
+
+    def kv_bytes_per_token(self, item_bytes: int) -> int:
+        """Bytes of context keys and values of all draft layers for one token."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine runs with: no `auto`, no None that means "choose"."""
+
+    target: str
+    drafter: str | None
+    served_model_name: str
+    dtype: Dtype
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    tensor_parallel_size: int
+    drafter_placement: Literal["colocated"]
+    num_speculative_tokens: int
+    pipeline: Literal["serial"]
+    page_size: int
+    num_kv_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    seed: int | None
+    drafter_max_model_len: int
+    kv_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for reports and `/server_info`."""
+        return asdict(self)
+
+
+def resolve(
+    config: ServiceConfig, machine: MachineFacts, target: TargetFacts, drafter: DrafterFacts | None
+) -> EngineConfig:
+    """Decide everything that `auto` and None left open. Pure: same arguments, same result.
+
+    Raises ConfigError naming the key, the value got and the values allowed.
+    """
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size: this version runs one target rank (1), got {config.tensor_parallel_size}")
+    if config.drafter_placement == "separate":
+        raise ConfigError("drafter_placement: this version places the drafter `colocated`, got 'separate'")
+    if config.pipeline == "split":
+        raise ConfigError("pipeline: this version runs `serial`, got 'split'")
+    device = _resolve_device(config, machine)
+    speculative_tokens = _resolve_speculative_tokens(config, drafter)
+    max_model_len = _resolve_max_model_len(config, target)
+    batched_tokens = _resolve_batched_tokens(config, speculative_tokens)
+    dtype: Dtype = "float32" if config.dtype == "float32" or target.dtype == "float32" and config.dtype == "auto" else "bfloat16"
+    item_bytes = 4 if device == "cpu" else {"float32": 4, "bfloat16": 2}[dtype]
+    per_token = target.kv_bytes_per_token(item_bytes) + (drafter.kv_bytes_per_token(item_bytes) if drafter else 0)
+    pages = _resolve_pages(config, machine, device, target, drafter, per_token, max_model_len, speculative_tokens)
+    return EngineConfig(
+        target=config.target,
+        drafter=config.drafter if drafter else None,
+        served_model_name=config.served_model_name or target.name,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        tensor_parallel_size=1,
+        drafter_placement="colocated",
+        num_speculative_tokens=speculative_tokens,
+        pipeline="serial",
+        page_size=config.page_size,
+        num_kv_pages=pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        seed=config.seed,
+        drafter_max_model_len=drafter.max_position_embeddings if drafter else 0,
+        kv_bytes=pages * config.page_size * per_token,
+    )
+
+
+def _resolve_device(config: ServiceConfig, machine: MachineFacts) -> Literal["cpu", "cuda"]:
+    if config.device == "cuda" and machine.num_gpus == 0:
+        raise ConfigError("device: `cuda` was asked for, but this process sees no GPU; use device=cpu or device=auto")
+    if config.device == "auto":
+        return "cuda" if machine.num_gpus else "cpu"
+    return config.device
+
+
+def _resolve_speculative_tokens(config: ServiceConfig, drafter: DrafterFacts | None) -> int:
+    if drafter is None:
+        if config.num_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens: {config.num_speculative_tokens} draft slots were asked for, but no drafter is "
+                f"configured for target {config.target!r}; set `drafter`"
+            )
+        return 0
+    most = drafter.draft_block_size - 1
+    asked = most if config.num_speculative_tokens is None else config.num_speculative_tokens
+    if asked > most:
+        raise ConfigError(
+            f"num_speculative_tokens: drafter {drafter.name!r} was trained with a draft block of "
+            f"{drafter.draft_block_size} rows (anchor included), so at most {most}, got {asked}"
+        )
+    return asked
+
+
+def _resolve_max_model_len(config: ServiceConfig, target: TargetFacts) -> int:
+    limit = target.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(f"max_model_len: target {target.name!r} supports {limit} positions, got {config.max_model_len}")
+    return config.max_model_len
+
+
+def _resolve_batched_tokens(config: ServiceConfig, speculative_tokens: int) -> int:
+    least = config.max_num_seqs * (speculative_tokens + 1)
+    if config.max_num_batched_tokens is None:
+        return max(512, least)
+    if config.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"max_num_batched_tokens: one step must hold max_num_seqs × (num_speculative_tokens + 1) = "
+            f"{config.max_num_seqs} × {speculative_tokens + 1} = {least} tokens, got {config.max_num_batched_tokens}"
+        )
+    return config.max_num_batched_tokens
+
+
+def _resolve_pages(
+    config: ServiceConfig,
+    machine: MachineFacts,
+    device: str,
+    target: TargetFacts,
+    drafter: DrafterFacts | None,
+    kv_bytes_per_token: int,
+    max_model_len: int,
+    speculative_tokens: int,
+) -> int:
+    """Pages of the KV pool. One request of full length plus its look-ahead must fit, so that any admitted request can
+    always run alone."""
+    least = -(-(max_model_len + speculative_tokens) // config.page_size)
+    if config.num_kv_pages is not None:
+        if config.num_kv_pages < least:
+            raise ConfigError(
+                f"num_kv_pages: one request of max_model_len={max_model_len} tokens needs {least} pages of "
+                f"{config.page_size}, got {config.num_kv_pages}; raise it or lower max_model_len"
+            )
+        return config.num_kv_pages
+    page_bytes = config.page_size * kv_bytes_per_token
+    weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
+    if device == "cuda":
+        budget = int(machine.gpu_memory_bytes * config.gpu_memory_utilization) - weights - 1024 * MIB
+    else:
+        budget = min(machine.memory_bytes // 4, 4096 * MIB)
+    if budget < least * page_bytes:
+        raise ConfigError(
+            f"num_kv_pages: one request of max_model_len={max_model_len} tokens needs {least * page_bytes // MIB} MiB of KV, "
+            f"but {max(budget, 0) // MIB} MiB are left; lower max_model_len"
+        )
+    wanted = config.max_num_seqs * least
+    return min(budget // page_bytes, wanted)
