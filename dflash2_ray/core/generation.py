@@ -1,0 +1,55 @@
+"""The result of one generation, the same for `LLM`, `Client` and (as JSON) HTTP."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one generation."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def as_dict(self) -> dict[str, int]:
+        """The OpenAI `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+        }
+
+
+@dataclass(slots=True)
+class Generation:
+    """One finished generation.
+
+    finish_reason: `stop` or `length`. stop_reason: the stop token id that ended it, None for end-of-text and limits.
+    logprobs: None (not offered yet). metrics: the `metrics` object of an HTTP response, so
+    `metrics["speculative_decoding"]["acceptance_histogram"]`, and times in seconds under `metrics["timing"]`.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | None
+    usage: Usage
+    logprobs: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """One piece of a stream: the text that may be shown now and the tokens behind it (text may lag tokens while a
+    character is incomplete). `finish_reason` and `generation` come with the last chunk."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    generation: Generation | None = None
