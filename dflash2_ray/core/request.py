@@ -1,0 +1,110 @@
+"""One client generation inside the engine: its tokens, how far its KV reaches, and how it ends.
+
+The request carries counters, not derived copies. It must not know pages, tensors or the batch it runs in.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from dflash2_ray.core.messages import RequestSpec, SpeculationStats
+from dflash2_ray.core.sampling_params import SamplingParams
+
+
+class RequestState(enum.Enum):
+    """Life of a request. Preemption leads from RUNNING back to WAITING, with a higher epoch."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`token_ids`: prompt and committed output. `num_computed`: positions 0 … num_computed - 1 have their target KV.
+
+    After a step that sampled, `num_computed == len(token_ids) - 1`: the newest token is the anchor, whose KV comes with
+    the next step. `epoch` rises with every preemption, so that anything older can be told apart.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
+    num_speculative_tokens: int
+    stats: SpeculationStats
+    num_resumed_tokens: int = 0
+    num_computed: int = 0
+    epoch: int = 0
+    num_preemptions: int = 0
+    state: RequestState = RequestState.WAITING
+    draftable: bool = field(default=True)
+
+    @classmethod
+    def create(
+        cls, spec: RequestSpec, *, seed: int, max_model_len: int, eos_token_ids: frozenset[int], num_speculative_tokens: int
+    ) -> "Request":
+        """Build the engine's view of an admitted spec. `seed`: 64-bit noise key. `max_model_len` bounds the total."""
+        params = spec.params
+        room = max_model_len - len(spec.prompt_token_ids)
+        asked = params.num_speculative_tokens
+        width = num_speculative_tokens if asked is None else min(asked, num_speculative_tokens)
+        stats = SpeculationStats(num_speculative_tokens)
+        if num_speculative_tokens == 0:
+            stats.skipped_reason = "drafter_unavailable"
+        elif width == 0:
+            stats.skipped_reason = "requested"
+        return cls(
+            request_id=spec.request_id,
+            token_ids=[*spec.prompt_token_ids, *spec.output_token_ids],
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            params=params,
+            seed=seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            stop_token_ids=frozenset(params.stop_token_ids),
+            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            num_speculative_tokens=width,
+            stats=stats,
+            num_resumed_tokens=len(spec.output_token_ids),
+            draftable=width > 0,
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
+    def prefill_goal(self) -> int:
+        """Positions that a prefill computes: all of a fresh prompt (its last row samples the first token), but only up to
+        the anchor when there is output already, so that the next draft block starts where it always did."""
+        return len(self.token_ids) - (1 if self.num_output_tokens else 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether exactly the anchor is left to compute, behind at least one output token."""
+        return self.num_output_tokens > 0 and self.num_computed == len(self.token_ids) - 1
+
+    def take(self, committed: list[int]) -> tuple[list[int], str | None, int | None]:
+        """Append tokens one by one until a stop or the limit, whichever comes first in token order.
+
+        Returns (tokens kept, finish_reason, stop_reason). What lies behind the end is dropped.
+        """
+        kept: list[int] = []
+        for token_id in committed:
+            kept.append(token_id)
+            self.token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                return kept, "stop", token_id
+            if token_id in self.eos_token_ids:
+                return kept, "stop", None
+            if self.num_remaining_tokens <= 0:
+                return kept, "length", None
+        return kept, None, None

@@ -1,0 +1,221 @@
+"""Which request computes how many tokens in the next step, and what a finished step means for each of them.
+
+A step is a map request → number of tokens; there is no prefill or decode phase. A request that has its anchor left runs
+one row plus its drafts; any other runs a chunk of its uncomputed tokens. Running requests go first, in order of
+admission; when pages run out the youngest running request is preempted and recomputed later, with a higher epoch.
+The scheduler decides and counts; it must not know tensors, models or how drafts are made.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash2_ray.core.messages import RequestDelta
+from dflash2_ray.core.page_pool import PagePool
+from dflash2_ray.core.request import Request, RequestState
+from dflash2_ray.errors import Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request's part of a step: tokens `start … start + num_tokens - 1`, then up to `width` drafts.
+
+    `samples`: the last of these tokens is the newest of the request, so the step decides what follows it.
+    `epoch` is the request's at planning time: a result for another epoch is void.
+    """
+
+    request: Request
+    epoch: int
+    start: int
+    num_tokens: int
+    width: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What verification found for one planned request: the drafts that were verified, how many were accepted, and the
+    token that the target adds behind them. None in place of an outcome means that the row did not sample."""
+
+    drafts: Sequence[int]
+    num_accepted: int
+    next_token: int
+
+
+class Scheduler:
+    """Continuous batching over one page pool."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_queued_requests: int,
+    ) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_queued_requests = max_queued_requests
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._requests: dict[str, Request] = {}
+        self._departed: list[tuple[str, int]] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def has_room(self) -> bool:
+        """Whether one more request would be taken."""
+        return len(self._requests) < self.max_num_seqs + self.max_queued_requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises Overloaded when the queue is full."""
+        if not self.has_room():
+            raise Overloaded(
+                f"the queue is full: {len(self.running)} requests run and {len(self.waiting)} wait "
+                f"(max_queued_requests={self.max_queued_requests}); retry later"
+            )
+        assert request.request_id not in self._requests, f"request id {request.request_id!r} is in use"
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request wherever it is; unknown ids are ignored. Returns whether it was there."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request)
+        return True
+
+    def take_departed(self) -> list[tuple[str, int]]:
+        """(request_id, epoch) of requests that left the running set since the last call, for the drafter."""
+        departed, self._departed = self._departed, []
+        return departed
+
+    def plan(self) -> list[Planned]:
+        """The next step; empty when nothing can run. Pages for every planned row are held when it returns."""
+        planned: list[Planned] = []
+        budget = self.max_num_batched_tokens
+        preempted_before = self.num_preemptions
+        for request in sorted(self.running, key=lambda request: not request.decodes):  # a long prefill starves no decode
+            if request.state is not RequestState.RUNNING:  # preempted for an older one in this very loop
+                continue
+            part = self._plan_running(request, budget)
+            if part is not None:
+                planned.append(part)
+                budget -= part.num_tokens + part.width
+        if self.num_preemptions > preempted_before:  # its pages are needed; admitting now would only preempt again
+            return [part for part in planned if part.request.epoch == part.epoch]
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            part = self._admit(self.waiting[0], budget)
+            if part is None:
+                break
+            planned.append(part)
+            budget -= part.num_tokens
+        return planned
+
+    def _plan_running(self, request: Request, budget: int) -> Planned | None:
+        if request.decodes:
+            num_tokens = 1
+            width = min(request.num_speculative_tokens if request.draftable else 0, request.num_remaining_tokens)
+            samples = True
+        else:
+            num_tokens = min(request.prefill_goal - request.num_computed, budget)
+            width = 0
+            samples = request.num_computed + num_tokens == len(request.token_ids)
+        if budget <= 0 or not self._hold_pages(request, request.num_computed + num_tokens + width):
+            return None
+        return Planned(request, request.epoch, request.num_computed, num_tokens, width, samples)
+
+    def _hold_pages(self, request: Request, num_positions: int) -> bool:
+        """Pages for `num_positions`, preempting younger requests if need be; False if the request itself had to go."""
+        num_pages = -(-num_positions // self.page_size)
+        while not self.pool.grow(request.request_id, num_pages):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._departed.append((request.request_id, request.epoch))
+        self.pool.release(request.request_id)
+        request.state = RequestState.WAITING
+        request.num_computed = 0
+        request.epoch += 1
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _admit(self, request: Request, budget: int) -> Planned | None:
+        """Start the oldest waiting request if its whole prefill and one draft block fit into the free pages now."""
+        goal = request.prefill_goal
+        needed = -(-(goal + 1 + request.num_speculative_tokens) // self.page_size)
+        if needed > self.pool.num_free:
+            return None
+        longest = request.num_prompt_tokens + request.max_tokens + request.num_speculative_tokens
+        self.pool.open(request.request_id, -(-longest // self.page_size))
+        num_tokens = min(goal, budget)
+        grown = self.pool.grow(request.request_id, -(-num_tokens // self.page_size))
+        assert grown, "admission checked the free pages"
+        self.waiting.popleft()
+        request.state = RequestState.RUNNING
+        self.running.append(request)
+        return Planned(request, request.epoch, 0, num_tokens, 0, num_tokens == len(request.token_ids))
+
+    def commit(self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None]) -> list[RequestDelta]:
+        """Apply one finished step. Results for requests that were aborted or preempted meanwhile are dropped."""
+        deltas = []
+        for part, outcome in zip(planned, outcomes, strict=True):
+            request = part.request
+            if request.state is not RequestState.RUNNING or request.epoch != part.epoch:
+                continue
+            if outcome is None:
+                request.num_computed = part.start + part.num_tokens
+                continue
+            first = request.num_output_tokens == 0
+            committed = [*outcome.drafts[: outcome.num_accepted], outcome.next_token]
+            kept, finish_reason, stop_reason = request.take(committed)
+            request.num_computed = len(request.token_ids) - 1
+            if not first:
+                request.stats.record(len(outcome.drafts), len(kept))
+            deltas.append(
+                RequestDelta(
+                    request.request_id,
+                    tuple(kept),
+                    finish_reason,
+                    stop_reason,
+                    request.stats.as_dict() if finish_reason else None,
+                )
+            )
+            if finish_reason:
+                self._finish(request)
+        return deltas
+
+    def fail(self, planned: Sequence[Planned], error: str) -> list[RequestDelta]:
+        """End every request of a step that raised; the others go on."""
+        deltas = []
+        for part in planned:
+            if part.request.state is RequestState.RUNNING:
+                deltas.append(RequestDelta(part.request.request_id, (), "error", error=error))
+                self._finish(part.request)
+        return deltas
+
+    def _finish(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self._departed.append((request.request_id, request.epoch))
+            self.pool.release(request.request_id)
+        elif request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        request.state = RequestState.FINISHED
+        del self._requests[request.request_id]

@@ -1,0 +1,67 @@
+"""From a planned step and its drafts to the flat arrays that the target runs on, and back to each request's rows.
+
+Shapes: T rows of the flat batch. It must not know how rows are computed or what they mean.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dflash2_ray.core.draft_port import Proposal
+from dflash2_ray.core.page_pool import PagePool
+from dflash2_ray.core.scheduler import Planned
+from dflash2_ray.models.attention_batch import AttentionBatch, Span
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """token_ids, positions [T] int64; `row_starts[i]` is the first row of planned request i.
+
+    `logit_rows`: rows whose logits are wanted, in order of the planned requests that sample (their last committed token
+    and their drafts); None when that is every row.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBatch
+    row_starts: tuple[int, ...]
+    logit_rows: torch.Tensor | None
+    num_logit_rows: int
+
+
+def build_input_batch(
+    planned: Sequence[Planned], proposals: Mapping[str, Proposal], pool: PagePool, page_size: int, device: str
+) -> InputBatch:
+    """Lay the planned tokens and their drafts out in one flat batch."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    spans: list[Span] = []
+    row_starts: list[int] = []
+    logit_rows: list[int] = []
+    for part in planned:
+        request = part.request
+        row_start = len(token_ids)
+        row_starts.append(row_start)
+        token_ids.extend(request.token_ids[part.start : part.start + part.num_tokens])
+        proposal = proposals.get(request.request_id)
+        if proposal is not None:
+            token_ids.extend(proposal.token_ids)
+        num_rows = len(token_ids) - row_start
+        pages = pool.table(request.request_id)
+        for position in range(part.start, part.start + num_rows):
+            positions.append(position)
+            slots.append(pages[position // page_size] * page_size + position % page_size)
+        spans.append(Span(row_start, num_rows, part.start + num_rows, pages))
+        if part.samples:
+            logit_rows.extend(range(row_start + part.num_tokens - 1, row_start + num_rows))
+    every_row = len(logit_rows) == len(token_ids)
+    return InputBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        attention=AttentionBatch(torch.tensor(slots, dtype=torch.int64, device=device), tuple(spans), page_size),
+        row_starts=tuple(row_starts),
+        logit_rows=None if every_row else torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        num_logit_rows=len(logit_rows),
+    )

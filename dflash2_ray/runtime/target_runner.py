@@ -1,0 +1,89 @@
+"""Runs the target on a flat batch: KV cache, forward pass, logits, verification, and the context rows for the drafter.
+
+What is decided next to the logits is decided here; what happens with it is the scheduler's. Shapes: T rows, V
+vocabulary, H drafter hidden, R requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dflash2_ray.core.draft_port import Proposal
+from dflash2_ray.core.scheduler import Outcome, Planned
+from dflash2_ray.models.target import Target
+from dflash2_ray.runtime.input_batch import InputBatch
+from dflash2_ray.sampling.rejection import VerifyRows, verify
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPass:
+    """What one pass left: logits [rows that were asked for, V] fp32, and the tapped features [T, F*H_target] if taps are
+    set."""
+
+    logits: torch.Tensor | None
+    features: torch.Tensor | None
+
+
+class TargetRunner:
+    """One rank of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter."""
+
+    def __init__(
+        self, target: Target, projection: torch.nn.Module | None, *, num_pages: int, page_size: int
+    ) -> None:
+        self.target = target
+        self.projection = projection
+        self.cache = target.allocate_cache(num_pages, page_size)
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch) -> TargetPass:
+        """One pass over the batch; stores its keys and values."""
+        hidden, features = self.target.forward(batch.token_ids, batch.positions, batch.attention, self.cache)
+        if batch.num_logit_rows == 0:
+            return TargetPass(None, features)
+        rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+        return TargetPass(self.target.logits(rows), features)
+
+    @torch.inference_mode()
+    def verify(
+        self, result: TargetPass, planned: Sequence[Planned], proposals: Mapping[str, Proposal]
+    ) -> list[Outcome | None]:
+        """Accept or replace drafts, row by row, for every planned request that samples."""
+        sampling = [part for part in planned if part.samples]
+        if not sampling:
+            return [None] * len(planned)
+        drafts = [_draft(proposals, part) for part in sampling]
+        params = [part.request.params for part in sampling]
+        rows = VerifyRows(
+            num_drafts=[len(draft.token_ids) if draft else 0 for draft in drafts],
+            drafts=[list(draft.token_ids) if draft else [] for draft in drafts],
+            candidate_ids=[draft.candidate_ids if draft else None for draft in drafts],
+            candidate_probs=[draft.candidate_probs if draft else None for draft in drafts],
+            temperature=[param.temperature for param in params],
+            top_k=[param.top_k for param in params],
+            top_p=[param.top_p for param in params],
+            min_p=[param.min_p for param in params],
+            seed=[part.request.seed for part in sampling],
+            first_position=[len(part.request.token_ids) for part in sampling],
+        )
+        assert result.logits is not None, "a batch with sampling rows has logits"
+        verdict = verify(result.logits, rows)
+        outcomes = iter(
+            Outcome(drafted, accepted, token)
+            for drafted, accepted, token in zip(rows.drafts, verdict.num_accepted, verdict.next_token, strict=True)
+        )
+        return [next(outcomes) if part.samples else None for part in planned]
+
+    @torch.inference_mode()
+    def context_rows(self, result: TargetPass, rows: Sequence[int]) -> torch.Tensor:
+        """Context rows [len(rows), H] before the drafter's norm, for the given rows of the batch."""
+        assert self.projection is not None, "context rows were asked for without a drafter"
+        assert result.features is not None, "the target was loaded without taps"
+        features = result.features
+        if len(rows) != features.shape[0]:
+            features = features.index_select(0, torch.tensor(rows, device=features.device))
+        return self.projection(features)
+
+
+def _draft(proposals: Mapping[str, Proposal], part: Planned) -> Proposal | None:
+    return proposals.get(part.request.request_id)
