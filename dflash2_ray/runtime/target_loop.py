@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash2_ray.config import EngineConfig
+from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.request import Request
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
-from dflash2_ray.errors import ContextLengthExceeded, InvalidRequest
+from dflash2_ray.errors import InvalidRequest
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
 
@@ -93,15 +94,15 @@ class TargetLoop:
         if not planned:
             return []
         self.num_steps += 1
+        proposals = self._draft(planned)
         try:
-            proposals = self._draft(planned)
             batch, result, outcomes = self._verify(planned, proposals)
-            starts = [part.start for part in planned]
-            deltas = self.scheduler.commit(planned, outcomes)
-            self._commit_context(planned, starts, batch, result)
-        except Exception as error:
+        except Exception as error:  # whatever it was, it ends these requests and no others
             logger.exception("step %d failed; its %d requests end with an error", self.num_steps, len(planned))
             deltas = self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
+        else:
+            deltas = self.scheduler.commit(planned, outcomes)
+            self._commit_context(planned, batch, result)
         self._tell_departures()
         return deltas
 
@@ -121,8 +122,14 @@ class TargetLoop:
                 wanted[request.request_id] = Wanted(request.request_id, request.epoch, part.start, part.width)
         if not wanted:
             return {}
+        try:
+            proposed = self.draft_port.propose(list(wanted.values()))
+        except Exception:  # a drafter that fails costs speed, never an answer
+            logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
+            self._stop_drafting_all([part.request for part in planned])
+            return {}
         proposals: dict[str, Proposal] = {}
-        for proposal in self.draft_port.propose(list(wanted.values())):
+        for proposal in proposed:
             asked = wanted.get(proposal.request_id)
             fits = asked is not None and (proposal.epoch, proposal.base_len) == (asked.epoch, asked.base_len)
             if fits and 0 < len(proposal.token_ids) <= asked.width:  # type: ignore[union-attr]
@@ -138,6 +145,13 @@ class TargetLoop:
         if epoch is not None and self.draft_port is not None:
             self.draft_port.send([Close(request.request_id, epoch)])
 
+    def _stop_drafting_all(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.draftable:
+                request.draftable = False
+                request.stats.skipped_reason = "drafter_unavailable"
+                self._opened.pop(request.request_id, None)
+
     def _verify(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal]
     ) -> tuple[InputBatch, TargetPass, list[Outcome | None]]:
@@ -145,9 +159,7 @@ class TargetLoop:
         result = self.runner.forward(batch)
         return batch, result, self.runner.verify(result, planned, proposals)
 
-    def _commit_context(
-        self, planned: Sequence[Planned], starts: Sequence[int], batch: InputBatch, result: TargetPass
-    ) -> None:
+    def _commit_context(self, planned: Sequence[Planned], batch: InputBatch, result: TargetPass) -> None:
         """Send the context rows of every committed position to the drafter, and where each request stands now."""
         if self.draft_port is None:
             return
@@ -155,8 +167,8 @@ class TargetLoop:
         spans: list[RowSpan] = []
         rows: list[int] = []
         commits: list[Commit] = []
-        for part, start, row_start in zip(planned, starts, batch.row_starts, strict=True):
-            request = part.request
+        for part, row_start in zip(planned, batch.row_starts, strict=True):
+            request, start = part.request, part.start
             if not request.draftable or self.scheduler.get(request.request_id) is not request:
                 continue
             if request.epoch != part.epoch:
@@ -172,8 +184,12 @@ class TargetLoop:
             anchor = request.token_ids[-1] if request.decodes else None
             commits.append(Commit(request.request_id, request.epoch, request.num_computed, anchor))
         if spans:
-            context = Rows(tuple(spans), self.runner.context_rows(result, rows))
-            self.draft_port.send([*opens, context, *commits])
+            try:
+                context = Rows(tuple(spans), self.runner.context_rows(result, rows))
+                self.draft_port.send([*opens, context, *commits])
+            except Exception:  # as above: the tokens of this step stand
+                logger.exception("the drafter failed; %d requests go on as plain decoding", len(spans))
+                self._stop_drafting_all([part.request for part in planned])
 
     def _tell_departures(self) -> None:
         departed = self.scheduler.take_departed()
@@ -211,30 +227,3 @@ class TargetLoop:
         """Release the drafter's side; the loop must not be stepped afterwards."""
         if self.draft_port is not None:
             self.draft_port.close()
-
-
-def check_spec(spec: RequestSpec, *, vocab_size: int, max_model_len: int) -> None:
-    """Refuse what no engine of this vocabulary and context could run. Raises InvalidRequest or ContextLengthExceeded."""
-    prompt = spec.prompt_token_ids
-    if not prompt:
-        raise InvalidRequest("the prompt holds no token; send at least one", param="prompt")
-    for name, ids in (
-        ("prompt", prompt),
-        ("prompt", spec.output_token_ids),
-        ("stop_token_ids", spec.params.stop_token_ids),
-    ):
-        for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise InvalidRequest(
-                    f"{name}: token ids are integers from 0 to {vocab_size - 1}, got {token_id!r}", param=name
-                )
-    if len(prompt) >= max_model_len:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens; the context of {max_model_len} leaves no room for a completion token"
-        )
-    asked = spec.params.max_tokens
-    if asked is not None and len(prompt) + asked > max_model_len:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {asked}: {len(prompt) + asked} in all, but the context "
-            f"holds {max_model_len}"
-        )

@@ -1,0 +1,255 @@
+"""`LLM`: the whole engine in this process, without Ray: the same loop, the same results as the service.
+
+It owns one loop and steps it in the caller's thread. It must not know actors or HTTP.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts
+from dflash2_ray.core.generation import Generation, GenerationChunk
+from dflash2_ray.core.messages import RequestDelta, RequestSpec
+from dflash2_ray.core.sampling_params import SamplingParams
+from dflash2_ray.errors import InvalidRequest, StepFailed
+from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
+from dflash2_ray.text.assembly import TextAssembler
+from dflash2_ray.text.chat_template import ChatTemplate
+from dflash2_ray.text.generation_defaults import read_generation_defaults
+from dflash2_ray.text.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+Progress = Callable[[str, float, float], None]
+
+
+class LLM:
+    """The engine in this process.
+
+    Keywords are those of `ServiceConfig`; `progress(phase, done, total)` is called while weights load.
+    Raises ConfigError or CheckpointError.
+    """
+
+    def __init__(self, target: str = "embedded", drafter: str | None = None, *, progress: Progress | None = None, **config: Any):
+        service = ServiceConfig.from_keys({"target": target, "drafter": drafter, **config})
+        blueprint = draw_blueprint(service, progress)
+        self.tokenizer = Tokenizer.from_folder(blueprint.target_folder)
+        self._template = ChatTemplate.from_folder(blueprint.target_folder, override=service.chat_template)
+        self._defaults = read_generation_defaults(blueprint.target_folder, service.generation_config).sampling
+        self._loop = build_from_blueprint(blueprint, service, progress)
+        self.config: EngineConfig = self._loop.config
+        self._lock = threading.Lock()
+        self._inbox: dict[str, deque[RequestDelta]] = {}
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **sampling: Any,
+    ) -> list[Generation]:
+        """Complete one or more prompts (texts or token ids), all submitted at once, results in order.
+
+        Sampling keywords have the names of the HTTP fields. Raises InvalidRequest before anything runs.
+        """
+        return self._run(self._prompt_ids(prompts, prompt_token_ids), self._params(sampling))
+
+    def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
+        """Answer one conversation, or several."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        params = self._params(sampling)
+        return self._run([self._chat_ids(conversation) for conversation in conversations], params)  # type: ignore[arg-type]
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        **sampling: Any,
+    ) -> Iterator[GenerationChunk]:
+        """Chunks of one generation, one per step. Closing the iterator cancels the request."""
+        if messages is not None:
+            ids = self._chat_ids(messages)
+        else:
+            (ids,) = self._prompt_ids(prompt, prompt_token_ids)
+        return self._stream(ids, self._params(sampling))
+
+    def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[GenerationChunk]:
+        request_id, assembler = self._submit(ids, params)
+        try:
+            finished = False
+            while not finished:
+                for delta in self._receive(request_id):
+                    chunk = self._push(assembler, delta)
+                    finished = chunk.finish_reason is not None
+                    yield chunk
+        finally:
+            self._forget(request_id)
+
+    # ---- driving the loop -------------------------------------------------------------------------------------------
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
+        waiting = deque(enumerate(prompts))
+        running: dict[str, tuple[int, TextAssembler]] = {}
+        results: dict[int, Generation] = {}
+        try:
+            while waiting or running:
+                while waiting and self._loop.scheduler.has_room():
+                    index, ids = waiting.popleft()
+                    request_id, assembler = self._submit(ids, params)
+                    running[request_id] = (index, assembler)
+                self._drive()
+                for request_id in list(running):
+                    index, assembler = running[request_id]
+                    for delta in self._drain(request_id):
+                        chunk = self._push(assembler, delta)
+                        if chunk.generation is not None:
+                            results[index] = chunk.generation
+                            del running[request_id]
+                            self._forget(request_id)
+        finally:
+            for request_id in running:
+                self._forget(request_id)
+        return [results[index] for index in range(len(prompts))]
+
+    def _submit(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, TextAssembler]:
+        request_id = f"llm-{uuid.uuid4().hex}"
+        with self._lock:
+            self._loop.add(RequestSpec(request_id, tuple(ids), params))
+            self._inbox[request_id] = deque()
+        return request_id, TextAssembler(self.tokenizer, request_id, len(ids), started=time.perf_counter())
+
+    def _drive(self) -> None:
+        """One step; its deltas go to whoever waits for them."""
+        with self._lock:
+            for delta in self._loop.step():
+                inbox = self._inbox.get(delta.request_id)
+                if inbox is not None:
+                    inbox.append(delta)
+
+    def _receive(self, request_id: str) -> list[RequestDelta]:
+        while not (deltas := self._drain(request_id)):
+            self._drive()
+        return deltas
+
+    def _drain(self, request_id: str) -> list[RequestDelta]:
+        inbox = self._inbox[request_id]
+        deltas = list(inbox)
+        inbox.clear()
+        return deltas
+
+    def _forget(self, request_id: str) -> None:
+        with self._lock:
+            self._loop.abort(request_id)
+            self._inbox.pop(request_id, None)
+
+    @staticmethod
+    def _push(assembler: TextAssembler, delta: RequestDelta) -> GenerationChunk:
+        if delta.finish_reason == "error":
+            raise StepFailed(delta.error or "the step failed")
+        return assembler.push(delta)
+
+    # ---- prompts ------------------------------------------------------------------------------------------------
+
+    def _prompt_ids(
+        self, prompts: str | Sequence[str] | None, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    ) -> list[Sequence[int]]:
+        if (prompts is None) == (prompt_token_ids is None):
+            raise InvalidRequest("give either prompts or prompt_token_ids", param="prompt")
+        if prompts is not None:
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            for text in texts:
+                if not isinstance(text, str):
+                    raise InvalidRequest(f"a prompt must be a string, got {text!r}", param="prompt")
+            return [self.tokenizer.encode(text) for text in texts]
+        ids = list(prompt_token_ids or ())
+        if ids and all(isinstance(one, (list, tuple)) for one in ids):
+            return ids  # type: ignore[return-value]
+        return [ids]  # type: ignore[list-item]
+
+    def _chat_ids(self, messages: Messages) -> Sequence[int]:
+        return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+
+    def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return SamplingParams.from_keywords(**{**self._defaults, **given})
+
+    # ---- facts ----------------------------------------------------------------------------------------------------
+
+    def margins(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        """Top-1 minus top-2 target logit (fp32) at each position of `token_ids` behind the prompt: how close the choice was."""
+        return _margins(self._loop, [*prompt_token_ids], [*token_ids])
+
+    def describe(self) -> dict[str, Any]:
+        """What runs, and how full it is."""
+        return self._loop.describe()
+
+    def close(self) -> None:
+        """Release the models. The object must not be used afterwards."""
+        self._loop.close()
+
+
+@torch.inference_mode()
+def _margins(loop: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    """One plain pass over prompt and tokens on a cache of its own."""
+    from dflash2_ray.models.attention_batch import AttentionBatch, Span
+
+    page_size = loop.config.page_size
+    ids = [*prompt, *tokens][:-1] if tokens else prompt
+    num_pages = -(-len(ids) // page_size)
+    target = loop.runner.target
+    cache = target.allocate_cache(num_pages, page_size)
+    device = loop.config.device
+    rows = torch.arange(len(ids), device=device)
+    batch = AttentionBatch(rows, (Span(0, len(ids), len(ids), range(num_pages)),), page_size)
+    hidden, _ = target.forward(torch.tensor(ids, device=device), rows, batch, cache)
+    top = target.logits(hidden[len(prompt) - 1 :]).topk(2, dim=-1).values
+    return (top[:, 0] - top[:, 1]).tolist()
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `dflash2-ray check` shows: everything that is decided before a weight is read. Sizes in bytes."""
+
+    config: EngineConfig
+    target: TargetFacts
+    drafter: DrafterFacts | None
+    target_folder: str
+    drafter_folder: str | None
+    memory: tuple[tuple[str, int], ...]
+    warnings: tuple[str, ...]
+
+
+def check_config(config: ServiceConfig, progress: Progress | None = None) -> CheckReport:
+    """Resolve and validate without reading a weight. Raises ConfigError or CheckpointError."""
+    blueprint = draw_blueprint(config, progress)
+    memory = [("target weights", blueprint.target.weight_bytes)]
+    if blueprint.drafter:
+        memory.append(("drafter weights", blueprint.drafter.weight_bytes))
+    memory.append(("key/value pages", blueprint.config.kv_bytes))
+    return CheckReport(
+        config=blueprint.config,
+        target=blueprint.target,
+        drafter=blueprint.drafter,
+        target_folder=str(blueprint.target_folder),
+        drafter_folder=str(blueprint.drafter_folder) if blueprint.drafter_folder else None,
+        memory=tuple(memory),
+        warnings=_warnings(blueprint),
+    )
+
+
+def _warnings(blueprint: Blueprint) -> tuple[str, ...]:
+    found = []
+    engine, drafter = blueprint.config, blueprint.drafter
+    if drafter and drafter.max_position_embeddings < engine.max_model_len:
+        found.append(
+            f"the drafter reaches {drafter.max_position_embeddings} positions, max_model_len is {engine.max_model_len}: "
+            "beyond the drafter's range requests decode plainly"
+        )
+    if not drafter:
+        found.append("no drafter: every request decodes plainly")
+    return tuple(found)

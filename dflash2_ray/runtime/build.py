@@ -1,0 +1,113 @@
+"""From a configuration to a running loop, in two stages: a blueprint (no weights read) and the loop itself.
+
+The blueprint is what `dflash2-ray check` shows; building follows it to the letter.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts, resolve
+from dflash2_ray.core.draft_port import DraftPort
+from dflash2_ray.errors import CheckpointError
+from dflash2_ray.models.checkpoint import TensorFiles, validate_drafter
+from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
+from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
+from dflash2_ray.models.source import locate, read_target_facts
+from dflash2_ray.models.target import Target
+from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
+from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
+from dflash2_ray.runtime.target_loop import TargetLoop
+from dflash2_ray.runtime.target_runner import TargetRunner
+from dflash2_ray.text.generation_defaults import read_generation_defaults
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str, float, float], None]  # phase, done, total
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything that is decided before a weight is read."""
+
+    config: EngineConfig
+    target_folder: Path
+    target: TargetFacts
+    drafter_folder: Path | None
+    drafter_config: DrafterConfig | None
+    drafter: DrafterFacts | None
+
+
+def draw_blueprint(config: ServiceConfig, progress: Progress | None = None) -> Blueprint:
+    """Find both checkpoints, read their headers, check that they fit each other and this machine, and resolve.
+
+    May download or convert a checkpoint that is not there yet. Raises ConfigError or CheckpointError.
+    """
+    target_folder = locate(config.target, config.target_revision, progress=progress)
+    target = read_target_facts(target_folder)
+    drafter_folder = drafter_config = drafter = None
+    if config.wants_drafter:
+        drafter_folder = locate(config.drafter or "embedded-drafter", config.drafter_revision, progress=progress)
+        drafter_config = read_drafter_config(drafter_folder)
+        validate_drafter(
+            drafter_config,
+            TensorFiles(drafter_folder),
+            target_hidden_size=target.hidden_size,
+            target_num_layers=target.num_layers,
+            target_vocab_size=target.vocab_size,
+            target_embedding_rows=target.vocab_size,
+        )
+        drafter = drafter_config.as_facts()
+    resolved = resolve(config, read_machine_facts(), target, drafter)
+    return Blueprint(resolved, target_folder, target, drafter_folder, drafter_config, drafter)
+
+
+def build_target_loop(config: ServiceConfig, progress: Progress | None = None) -> TargetLoop:
+    """Load both models and wire the serial loop. Raises ConfigError or CheckpointError."""
+    return build_from_blueprint(draw_blueprint(config, progress), config, progress)
+
+
+def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: Progress | None = None) -> TargetLoop:
+    """Load what the blueprint names and wire the serial loop."""
+    limit_threads()
+    engine = blueprint.config
+    taps = blueprint.drafter_config.taps if blueprint.drafter_config else ()
+    target = Target.load(
+        blueprint.target_folder,
+        dtype=engine.dtype,
+        device=engine.device,
+        taps=taps,
+        progress=(lambda done, total: progress("load target", done, total)) if progress else None,
+    )
+    projection = None
+    port: DraftPort | None = None
+    if blueprint.drafter_config is not None and engine.num_speculative_tokens > 0:
+        if blueprint.drafter_folder is None:
+            raise CheckpointError("drafter: a configuration without a folder")
+        if progress:
+            progress("load drafter", 0, 1)
+        projection = load_context_projection(
+            blueprint.drafter_folder, blueprint.drafter_config, engine.dtype, engine.device
+        )
+        drafter = load_drafter(
+            blueprint.drafter_folder, blueprint.drafter_config, target.share(), dtype=engine.dtype, device=engine.device
+        )
+        port = ColocatedDraftPort(
+            DrafterRunner(
+                drafter,
+                num_pages=engine.num_kv_pages,
+                page_size=engine.page_size,
+                max_num_requests=engine.max_num_seqs,
+            )
+        )
+        if progress:
+            progress("load drafter", 1, 1)
+    runner = TargetRunner(target, projection, num_pages=engine.num_kv_pages, page_size=engine.page_size)
+    defaults = read_generation_defaults(blueprint.target_folder, config.generation_config)
+    return TargetLoop(
+        engine,
+        runner,
+        port,
+        eos_token_ids=frozenset(defaults.eos_token_ids),
+        vocab_size=blueprint.target.vocab_size,
+    )

@@ -1,0 +1,184 @@
+"""A scripted target and drafter for the step loop: exact, fast, and strict about pages and context rows.
+
+The scripted target's KV cache holds the token of each slot. The next token is a hash of the whole prefix *as read back
+from the pages*, so a page that was overwritten, freed too early or shared changes the text. The scripted drafter checks
+that the context rows it gets are the committed tokens at the right positions, and proposes the target's own
+continuation with chosen slots spoiled.
+"""
+
+import hashlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash2_ray.config import EngineConfig
+from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows
+from dflash2_ray.core.messages import RequestSpec
+from dflash2_ray.core.sampling_params import SamplingParams
+from dflash2_ray.runtime.target_loop import TargetLoop
+from dflash2_ray.runtime.target_runner import TargetRunner
+
+VOCAB = 259
+
+
+def next_token(prefix):
+    """The scripted language: a hash of the whole prefix."""
+    digest = hashlib.blake2b(repr(list(prefix)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def continuation(prompt, num_tokens):
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ScriptedTarget:
+    """Stands in for `models.target.Target`."""
+
+    def allocate_cache(self, num_pages, page_size):
+        return torch.full((num_pages * page_size,), -1, dtype=torch.int64)
+
+    def forward(self, ids, positions, batch, cache):
+        cache[batch.slots] = ids
+        hidden = torch.zeros(len(ids), 1)
+        for span in batch.spans:
+            slots = [
+                span.page_ids[p // batch.page_size] * batch.page_size + p % batch.page_size for p in range(span.kv_len)
+            ]
+            prefix = cache[torch.tensor(slots)].tolist()
+            for row in range(span.num_rows):
+                seen = prefix[: span.kv_len - span.num_rows + row + 1]
+                hidden[span.row_start + row, 0] = next_token(seen)
+        return hidden, torch.stack([ids, positions], dim=1).float()
+
+    def logits(self, hidden):
+        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float() * 20
+
+
+class ScriptedDrafter:
+    """A DraftPort whose proposals are right except where `spoil(request_id, base_len, slot)` says so."""
+
+    def __init__(self, spoil=lambda request_id, base_len, slot: False):
+        self.spoil = spoil
+        self.contexts = {}
+        self.num_proposed = 0
+
+    def send(self, messages):
+        pending = {}
+        for message in messages:
+            if isinstance(message, Open):
+                self.contexts[message.request_id] = SimpleNamespace(epoch=message.epoch, tokens=[], anchor=None)
+            elif isinstance(message, Rows):
+                offset = 0
+                for span in message.spans:
+                    pending[span.request_id, span.epoch] = (
+                        span.first_position,
+                        message.rows[offset : offset + span.num_rows].tolist(),
+                    )
+                    offset += span.num_rows
+                assert offset == message.rows.shape[0]
+            elif isinstance(message, Commit):
+                context = self.contexts[message.request_id]
+                assert message.epoch == context.epoch
+                first, rows = pending[message.request_id, message.epoch]
+                assert first == len(context.tokens), "context rows have a gap"
+                for token, position in rows:
+                    if position < message.base_len:
+                        assert position == len(context.tokens)
+                        context.tokens.append(int(token))
+                assert len(context.tokens) == message.base_len
+                context.anchor = message.anchor
+            elif isinstance(message, Close):
+                assert self.contexts.pop(message.request_id).epoch == message.epoch
+
+    def propose(self, wanted):
+        proposals = []
+        for want in wanted:
+            context = self.contexts[want.request_id]
+            assert (context.epoch, len(context.tokens)) == (want.epoch, want.base_len)
+            drafts = continuation([*context.tokens, context.anchor], want.width)
+            for slot in range(want.width):
+                if self.spoil(want.request_id, want.base_len, slot):
+                    drafts[slot] = (drafts[slot] + 1) % VOCAB
+            proposals.append(Proposal(want.request_id, want.epoch, want.base_len, tuple(drafts)))
+            self.num_proposed += 1
+        return proposals
+
+    def counters(self):
+        return {}
+
+    def close(self):
+        self.contexts.clear()
+
+
+PATTERNS = {
+    "ALL": lambda request_id, base_len, slot: False,
+    "NONE": lambda request_id, base_len, slot: slot == 0,
+    "P1": lambda request_id, base_len, slot: slot == 1,
+    "P2": lambda request_id, base_len, slot: slot == 2,
+    "MIX": lambda request_id, base_len, slot: (base_len * 7 + len(request_id)) % 4 == slot,
+}
+
+
+def make_loop(drafter=None, *, eos=(), **settings):
+    values = {
+        "target": "scripted",
+        "drafter": "scripted" if drafter else None,
+        "served_model_name": "scripted",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 64,
+        "tensor_parallel_size": 1,
+        "drafter_placement": "colocated",
+        "num_speculative_tokens": 3 if drafter else 0,
+        "pipeline": "serial",
+        "page_size": 4,
+        "num_kv_pages": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_queued_requests": 64,
+        "seed": 0,
+        "drafter_max_model_len": 64,
+        "kv_bytes": 0,
+    }
+    values.update(settings)
+    config = EngineConfig(**values)
+    runner = TargetRunner(
+        ScriptedTarget(), torch.nn.Identity() if drafter else None,
+        num_pages=config.num_kv_pages, page_size=config.page_size,
+    )
+    return TargetLoop(config, runner, drafter, eos_token_ids=frozenset(eos), vocab_size=VOCAB)
+
+
+def spec(request_id, prompt, **params):
+    params.setdefault("temperature", 0.0)
+    return RequestSpec(request_id, tuple(prompt), SamplingParams.from_keywords(**params))
+
+
+def run(loop, specs=(), on_step=None):
+    """Add specs, step until idle; returns {request_id: (token_ids, last delta)}."""
+    results = {}
+    for one in specs:
+        loop.add(one)
+    step = 0
+    while loop.has_work:
+        for delta in loop.step():
+            tokens, _ = results.get(delta.request_id, ([], None))
+            results[delta.request_id] = (tokens + list(delta.token_ids), delta)
+        step += 1
+        if on_step:
+            on_step(step)
+        assert step < 10_000, "the loop does not come to an end"
+    return results
+
+
+@pytest.fixture
+def scripted():
+    """The scripted parts, as one namespace."""
+    return SimpleNamespace(
+        VOCAB=VOCAB, next_token=next_token, continuation=continuation, Target=ScriptedTarget, Drafter=ScriptedDrafter,
+        PATTERNS=PATTERNS, make_loop=make_loop, spec=spec, run=run,
+    )
