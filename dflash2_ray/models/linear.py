@@ -1,0 +1,151 @@
+"""Linear layers for serving: weights reordered once, and bit-equal rows for any number of rows in the batch.
+
+Four back ends, chosen when a weight is packed, by what the machine can do:
+
+* `onednn`   weights in oneDNN's own order (fp32; bf16 on CPUs with native bf16): two to three times faster than the plain
+             product at few rows. Private torch operators, so each pack is compared with the plain product first.
+* `fp16`     bf16 weights on a CPU without native bf16: FBGEMM's fp16-stored weights with fp32 activations and accumulation.
+             A bf16 value has 8 significant bits and fits fp16's 11 exactly once the matrix is scaled by a power of two;
+             where it does not (values spread over more than 2^31) the matrix is kept in fp32. Stock bf16 products cost
+             time in proportion to the rows there, this one reads half the bytes of fp32.
+* `plain`    `F.linear`, on GPUs and wherever nothing better is proven; never fewer than two rows on a CPU.
+
+Products of one row, and in FBGEMM row counts that leave a remainder of one or two, run other inner loops and differ in the last
+bit; `padded_rows` names the next count that does not. It must not know models. Shapes: T rows.
+"""
+
+import functools
+import logging
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+_FP16_LARGEST_EXPONENT = 14  # the largest weight is scaled to [2^14, 2^15)
+
+
+@functools.cache
+def has_native_bf16() -> bool:
+    """Whether this CPU multiplies bf16 without converting (avx512_bf16, amx …), as oneDNN sees it."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def compute_dtype(dtype: str, device: str) -> torch.dtype:
+    """Type of activations: bf16 where products run in it natively, else fp32 (then bf16 is a type of weights only)."""
+    if dtype == "bfloat16" and (device != "cpu" or has_native_bf16()):
+        return torch.bfloat16
+    return torch.float32
+
+
+class PackedLinear(nn.Module):
+    """`y = x @ weight.T + bias` with weight [out, in] packed once. forward: x [T, in] → [T, out], type of activations.
+
+    The weight may be given in bf16 or fp32; activations are `compute_dtype`. `backend` says what serves it.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.backend, self._product = _pack(weight, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x)
+
+
+def _pack(weight, bias):  # type: ignore[no-untyped-def]
+    activations = compute_dtype(str(weight.dtype).removeprefix("torch."), weight.device.type)
+    if weight.device.type == "cpu":
+        if weight.dtype == torch.bfloat16 and activations == torch.float32:
+            product = _fp16_product(weight, bias)
+            if product is not None:
+                return "fp16", product
+        weight = weight.to(activations)
+        bias = None if bias is None else bias.to(activations)
+        product = _onednn_product(weight, bias)
+        if product is not None:
+            return "onednn", product
+        return "plain", lambda x: _two_rows(x, lambda rows: F.linear(rows, weight, bias))
+    bias = None if bias is None else bias.to(activations)
+    return "plain", lambda x: F.linear(x, weight, bias)
+
+
+def _two_rows(x, product):  # type: ignore[no-untyped-def]
+    if x.shape[0] != 1:
+        return product(x)
+    return product(x.expand(2, -1).contiguous())[:1]
+
+
+def _onednn_product(weight, bias):  # type: ignore[no-untyped-def]
+    """The product over a oneDNN-ordered copy; None when this build or CPU has none, or when it disagrees with `F.linear`."""
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        operator = torch.ops.mkldnn._linear_pointwise.default
+        probe = torch.linspace(-1, 1, 3 * weight.shape[1], dtype=weight.dtype).reshape(3, -1)
+        got = operator(probe, packed, bias, "none", [], "").float()
+        expected = F.linear(probe.float(), weight.float(), None if bias is None else bias.float())
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        logger.debug("oneDNN reordering is not available: %s", error)
+        return None
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, expected.abs().max().item())):
+        logger.warning("the oneDNN-ordered product disagrees with the plain one; using the plain one")
+        return None
+    if weight.dtype == torch.float32:
+        return lambda x: operator(x, packed, bias, "none", [], "")
+    return lambda x: _two_rows(x, lambda rows: operator(rows, packed, bias, "none", [], ""))
+
+
+def _fp16_product(weight, bias):  # type: ignore[no-untyped-def]
+    """The product over FBGEMM's fp16-stored weights, exact for every bf16 weight; None where it is not."""
+    exact = weight.float()
+    largest = exact.abs().max().item()
+    exponent = _FP16_LARGEST_EXPONENT - math.floor(math.log2(largest)) if largest > 0 and math.isfinite(largest) else 0
+    scaled = torch.ldexp(exact, torch.tensor(exponent))
+    if not torch.equal(scaled.half().float(), scaled):
+        logger.debug("a weight of shape %s does not fit fp16 exactly; kept in fp32", tuple(weight.shape))
+        return None
+    try:
+        packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+        operator = torch.ops.quantized.linear_dynamic_fp16.default
+        operator(torch.zeros(4, weight.shape[1]), packed)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        logger.debug("FBGEMM's fp16 product is not available: %s", error)
+        return None
+    back = 2.0**-exponent
+    bias = None if bias is None else bias.float()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.shape[0]
+        padded = padded_rows(num_rows)
+        if padded != num_rows:
+            y = operator(F.pad(x, (0, 0, 0, padded - num_rows)), packed)[:num_rows]
+        else:
+            y = operator(x, packed)
+        y = y.mul_(back)
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+@functools.cache
+def _stable_fp16_rows() -> frozenset[int]:
+    """Row counts 1 … 128 for which FBGEMM's rows equal those of a 48-row product bit for bit (48 = whole tiles of six)."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 768, generator=generator)
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    x = torch.randn(128, 768, generator=generator)
+    whole = torch.cat([torch.ops.quantized.linear_dynamic_fp16(x[i : i + 48].contiguous(), packed) for i in (0, 48)])
+    whole = torch.cat([whole, torch.ops.quantized.linear_dynamic_fp16(x[80:].contiguous(), packed)[16:]])
+    return frozenset(
+        n for n in range(1, 129) if torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n].contiguous(), packed), whole[:n])
+    )
+
+
+@functools.cache
+def padded_rows(num_rows: int) -> int:
+    """The smallest count from `num_rows` on at which FBGEMM's rows do not depend on how many there are."""
+    if num_rows > 128:  # whole tiles of six behind the proven range
+        return -(-num_rows // 6) * 6
+    return next((n for n in range(num_rows, 129) if n in _stable_fp16_rows()), 132)
