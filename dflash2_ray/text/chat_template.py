@@ -1,0 +1,133 @@
+"""Chat messages to one prompt text, by the checkpoint's Jinja template, in a sandbox.
+
+Variables and filters are those that transformers gives its templates. It must not know HTTP.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from dflash2_ray.errors import CheckpointError, ConfigError, InvalidRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may name; None when the checkpoint has none."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._template = None if source is None else _compile(source)
+
+    @classmethod
+    def from_folder(cls, folder: Path, override: str | None = None) -> "ChatTemplate":
+        """Read `chat_template.jinja` or the tokenizer's own; `override` is a path that replaces both.
+
+        Raises ConfigError for a bad override, CheckpointError for a broken file.
+        """
+        folder = Path(folder)
+        settings = _read_json(folder / "tokenizer_config.json")
+        special = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token") and value}
+        try:
+            return cls(_source(folder, settings, override), special)
+        except jinja2.TemplateSyntaxError as error:
+            kind = ConfigError if override else CheckpointError
+            raise kind(f"chat_template: line {error.lineno}: {error.message}") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that asks for the assistant's next turn. Raises InvalidRequest, naming the message and the field."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; send a plain prompt, or start the service with chat_template=PATH",
+                param="messages",
+            )
+        turns = check_messages(messages)
+        try:
+            return self._template.render(messages=turns, add_generation_prompt=True, **self._special_tokens)
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise InvalidRequest(f"messages: the chat template refuses them: {error}", param="messages") from None
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages with string contents (text parts joined). Raises InvalidRequest, naming the message and the field."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest(f"messages must be a non-empty list, got {messages!r}", param="messages")
+    turns = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"messages[{index}] must be an object, got {message!r}", param="messages")
+        role = message.get("role")
+        if role not in ROLES:
+            raise InvalidRequest(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}", param="messages")
+        unknown = sorted(set(message) - {"role", "content", "name"})
+        if unknown:
+            raise InvalidRequest(f"messages[{index}].{unknown[0]} is not offered", param=f"messages[{index}].{unknown[0]}")
+        turns.append({**message, "content": _content(index, message.get("content"))})
+    return turns
+
+
+def _content(index: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts, got {content!r}", param="messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(
+                f"messages[{index}].content: only parts of type 'text' are offered, got {kind or part!r}", param="messages"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _source(folder: Path, settings: Mapping[str, Any], override: str | None) -> str | None:
+    if override is not None:
+        try:
+            return Path(override).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: cannot read {override!r}: {error}") from None
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        return next((str(one["template"]) for one in template if one.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None, **options: json.dumps(
+        value, ensure_ascii=options.get("ensure_ascii", False), indent=indent
+    )
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, Mapping) else str(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name}: not readable JSON: {error}") from None
