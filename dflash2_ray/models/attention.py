@@ -1,0 +1,147 @@
+"""Attention over a paged KV cache for a flat batch of requests, for any model that calls it with q, k and v.
+
+Each request attends alone, over a view of the cache where its pages lie side by side (the page pool prefers that) and
+over gathered rows where they do not. Query heads that share a KV head are folded into the rows, so keys and values are
+read once. It must not know models or requests.
+
+Shapes: T rows of the flat batch, N query heads, K KV heads, G = N / K, D head size.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from dflash2_ray.models.attention_batch import AttentionBatch, Span
+
+MAX_QUERY_ROWS = 256  # bounds the score matrix of a long prefill chunk
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """keys[i], values[i]: [num_pages * page_size, K, D] of layer i."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows `start … stop - 1` attend to cache rows `where` (a slice, or indices); `bias` is added to the scores of the
+    last columns: [G * rows, columns], None where every row sees every key."""
+
+    start: int
+    stop: int
+    where: slice | torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Everything about one step's attention that is the same in every layer; by window, None being full attention."""
+
+    slots: torch.Tensor
+    runs: dict[int | None, list[_Run]]
+
+
+def plan_attention(batch: AttentionBatch, windows: Iterable[int | None], num_groups: int) -> AttentionPlan:
+    """Prepare one step. `windows`: the widths that occur among the layers; num_groups: G."""
+    device = batch.slots.device
+    runs: dict[int | None, list[_Run]] = {}
+    for window in windows:
+        runs[window] = [
+            run for span in batch.spans for run in _span_runs(span, batch.page_size, window, num_groups, device)
+        ]
+    return AttentionPlan(batch.slots, runs)
+
+
+def _span_runs(span: Span, page_size: int, window: int | None, num_groups: int, device: torch.device) -> list[_Run]:
+    runs = []
+    base = span.kv_len - span.num_rows
+    for offset in range(0, span.num_rows, MAX_QUERY_ROWS):
+        num_rows = min(MAX_QUERY_ROWS, span.num_rows - offset)
+        first = base + offset
+        last = first + num_rows - 1
+        low = 0 if window is None else max(0, first - window + 1)
+        where = _cache_rows(span, page_size, low, last + 1, device)
+        start = span.row_start + offset
+        bias = None
+        if window is not None and last >= window and num_rows > 1:
+            bias = _windowed_bias(first, num_rows, low, window, num_groups, device)
+        elif num_rows > 1:
+            bias = _causal_bias(num_rows, num_groups, device)
+        runs.append(_Run(start, start + num_rows, where, bias))
+    return runs
+
+
+def _cache_rows(span: Span, page_size: int, low: int, high: int, device: torch.device) -> slice | torch.Tensor:
+    pages = span.page_ids[low // page_size : -(-high // page_size)]
+    if all(page == pages[0] + index for index, page in enumerate(pages)):
+        offset = pages[0] * page_size - low // page_size * page_size
+        return slice(offset + low, offset + high)
+    positions = torch.arange(low, high)
+    table = torch.tensor(pages, dtype=torch.int64)
+    rows = table[positions // page_size - low // page_size] * page_size + positions % page_size
+    return rows.to(device)
+
+
+_causal: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+
+def _causal_bias(num_rows: int, num_groups: int, device: torch.device) -> torch.Tensor:
+    """-inf above the diagonal, for the last `num_rows` columns: [G * num_rows, num_rows]."""
+    key = (num_rows, num_groups, device)
+    if key not in _causal:
+        upper = torch.full((num_rows, num_rows), float("-inf"), device=device).triu_(1)
+        _causal[key] = upper.repeat(num_groups, 1)
+    return _causal[key]
+
+
+def _windowed_bias(
+    first: int, num_rows: int, low: int, window: int, num_groups: int, device: torch.device
+) -> torch.Tensor:
+    """A row at position i sees j with i - window < j <= i: [G * num_rows, first + num_rows - low]."""
+    rows = torch.arange(first, first + num_rows, device=device)[:, None]
+    columns = torch.arange(low, first + num_rows, device=device)[None, :]
+    hidden = (columns > rows) | (rows - columns >= window)
+    bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+    return bias.repeat(num_groups, 1)
+
+
+def attend(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """query [T, N, D] against the cache rows of one layer, keys and values [slots, K, D] → [T, N * D].
+
+    The step's own keys and values must be stored already.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    groups = num_heads // num_kv_heads
+    query = query * scaling
+    outputs = []
+    for run in plan.runs[window]:
+        rows = run.stop - run.start
+        own = query[run.start : run.stop].view(rows, num_kv_heads, groups, head_dim)
+        folded = own.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * rows, head_dim)
+        key, value = keys[run.where], values[run.where]
+        scores = torch.bmm(folded, key.permute(1, 2, 0))
+        if run.bias is not None:
+            scores[:, :, scores.shape[2] - run.bias.shape[1] :] += run.bias
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        out = torch.bmm(weights, value.transpose(0, 1))
+        outputs.append(
+            out.view(num_kv_heads, groups, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, num_heads * head_dim)
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def store(plan: AttentionPlan, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a step's key and value rows [T, K, D] into one layer's cache."""
+    keys.index_copy_(0, plan.slots, key)
+    values.index_copy_(0, plan.slots, value)

@@ -1,0 +1,109 @@
+"""A decoder layer with fewer, larger operations: q/k/v as one product, gate/up as one, fused norms, rotary in three passes.
+
+Driven by shapes: any pre-norm layer of the usual parts is fused; one with other parts, or one whose fused form does not
+reproduce the untouched layer on a probe, stays as it is. It must not know model families.
+
+Shapes: T rows, H hidden, N query heads, K KV heads, D head size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dflash2_ray.models.attention import AttentionPlan, attend, store
+from dflash2_ray.models.linear import PackedLinear
+from dflash2_ray.models.rotary import Rotary
+
+_PARTS = {
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+}
+_OPTIONAL_PARTS = {"self_attn.q_norm", "self_attn.k_norm"}
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What the untouched layer handed to its attention function."""
+
+    scaling: float
+    window: int | None
+
+
+def can_fuse(layer: nn.Module) -> bool:
+    """Whether the layer has exactly the parts that `FusedLayer` knows."""
+    owners = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
+    return owners >= _PARTS and owners <= _PARTS | _OPTIONAL_PARTS and hasattr(layer.mlp, "act_fn")
+
+
+def _eps(norm: nn.Module) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6))
+
+
+class FusedLayer(nn.Module):
+    """Built from an untouched layer's shapes and its weights (in their own dtype); runs in `activations` dtype."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        weights: Mapping[str, torch.Tensor],
+        options: AttentionOptions,
+        head_dim: int,
+        activations: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.head_dim = head_dim
+        self.num_heads = weights["self_attn.q_proj.weight"].shape[0] // head_dim
+        self.num_kv_heads = weights["self_attn.k_proj.weight"].shape[0] // head_dim
+        self.qkv = PackedLinear(*_stacked(weights, "self_attn.", ("q_proj", "k_proj", "v_proj")))
+        self.o_proj = PackedLinear(weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
+        self.gate_up = PackedLinear(*_stacked(weights, "mlp.", ("gate_proj", "up_proj")))
+        self.down_proj = PackedLinear(weights["mlp.down_proj.weight"], weights.get("mlp.down_proj.bias"))
+        self.act_fn = layer.mlp.act_fn
+        self.input_norm = weights["input_layernorm.weight"].to(activations)
+        self.post_norm = weights["post_attention_layernorm.weight"].to(activations)
+        self.norm_eps = _eps(layer.input_layernorm)
+        self.post_eps = _eps(layer.post_attention_layernorm)
+        self.head_norm: torch.Tensor | None = None
+        if "self_attn.q_norm.weight" in weights:
+            q_norm, k_norm = weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]
+            if q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,):
+                raise ValueError("norms over more than one head cannot be fused")
+            rows = [q_norm.expand(self.num_heads, -1), k_norm.expand(self.num_kv_heads, -1)]
+            self.head_norm = torch.cat(rows).to(activations).contiguous()
+            self.head_eps = _eps(layer.self_attn.q_norm)
+
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, H] → [T, H]; writes the rows' keys and values to the cache."""
+        num_rows, hidden_size = x.shape
+        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+        both = heads + kv_heads
+        qkv = self.qkv(F.rms_norm(x, (hidden_size,), self.input_norm, self.norm_eps)).view(num_rows, -1, head_dim)
+        qk = qkv[:, :both]
+        if self.head_norm is not None:
+            qk = F.rms_norm(qk, (head_dim,), None, self.head_eps) * self.head_norm
+        qk = rotary.rotate(qk)
+        store(plan, keys, values, qk[:, heads:], qkv[:, both:])
+        out = attend(plan, qk[:, :heads], keys, values, self.options.scaling, self.options.window)
+        x = x + self.o_proj(out)
+        gate, up = self.gate_up(F.rms_norm(x, (hidden_size,), self.post_norm, self.post_eps)).chunk(2, dim=-1)
+        return x + self.down_proj(self.act_fn(gate) * up)
+
+
+def _stacked(
+    weights: Mapping[str, torch.Tensor], prefix: str, names: tuple[str, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = torch.cat([weights[f"{prefix}{name}.weight"] for name in names])
+    biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+    if all(bias is None for bias in biases):
+        return weight, None
+    filled = [
+        torch.zeros(weights[f"{prefix}{name}.weight"].shape[0], dtype=weight.dtype) if bias is None else bias
+        for name, bias in zip(names, biases, strict=True)
+    ]
+    return weight, torch.cat(filled)
