@@ -11,11 +11,12 @@ from pathlib import Path
 from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts, resolve
 from dflash2_ray.core.draft_port import DraftPort
 from dflash2_ray.errors import CheckpointError
-from dflash2_ray.models.checkpoint import TensorFiles, validate_drafter
-from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
+from dflash2_ray.models.drafter_checkpoint import validate_drafter
+from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
 from dflash2_ray.models.source import locate, read_target_facts
 from dflash2_ray.models.target import Target
+from dflash2_ray.models.tensor_files import TensorFiles
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
 from dflash2_ray.runtime.target_loop import TargetLoop
@@ -93,12 +94,7 @@ def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: 
             blueprint.drafter_folder, blueprint.drafter_config, target.share(), dtype=engine.dtype, device=engine.device
         )
         port = ColocatedDraftPort(
-            DrafterRunner(
-                drafter,
-                num_pages=engine.num_kv_pages,
-                page_size=engine.page_size,
-                max_num_requests=engine.max_num_seqs,
-            )
+            DrafterRunner(drafter, max_num_requests=engine.max_num_seqs)
         )
         if progress:
             progress("load drafter", 1, 1)

@@ -1,0 +1,437 @@
+"""The drafter: `DFlash2DraftModel` and `DFlashDraftModel`.
+
+One pass over a block [anchor, mask, mask, …] that attends to the target's context rows predicts every masked position at once;
+DFlash 2 adds a grouped dynamic convolution around each sub-layer and a candidate selector that walks the slots. Source of the
+semantics: the official `dflash` 0.1.0 package (`dflash/model.py`). It must not know requests, messages or noise sources.
+
+Shapes: R requests, S speculative tokens, B = S + 1 block rows, H hidden, N heads, K KV heads, D head size, C candidates,
+V vocabulary, L layers.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dflash2_kernels.grouped_conv import grouped_conv
+from dflash2_kernels.selector_walk import follow, inverse_cdf, selector_lattice_reference
+from dflash2_ray.errors import CheckpointError
+from dflash2_ray.models.draft_context import DraftContext
+from dflash2_ray.models.drafter_checkpoint import read_projection, read_tensors, validate_drafter
+from dflash2_ray.models.drafter_config import DrafterConfig, LayerAttention
+from dflash2_ray.models.linear import PackedLinear, compute_dtype
+from dflash2_ray.models.rotary import Rotary, RotaryTables
+from dflash2_ray.models.target_share import TargetShare
+from dflash2_ray.models.tensor_files import TensorFiles
+
+logger = logging.getLogger(__name__)
+GREEDY_BELOW = 1e-5
+DFLASH1_CANDIDATES = 128  # tokens that a sampled DFlash 1 slot keeps: its q is the softmax over them
+
+
+@dataclass(frozen=True)
+class Draft:
+    """token_ids[r]: S ids. candidate_ids [R, S, C] int64 and candidate_probs [R, S, C] fp32: the rows that the ids of
+    sampled requests were drawn from; None when every request is greedy."""
+
+    token_ids: list[list[int]]
+    candidate_ids: torch.Tensor | None
+    candidate_probs: torch.Tensor | None
+
+
+class _GroupedConv(nn.Module):
+    """The dynamic convolution before (`prepare`) and behind (`finish`) one sub-layer; both kernels come from its input."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str, group_size: int) -> None:
+        super().__init__()
+        self.base_kernel = tensors[f"{prefix}.base_kernel"]
+        self.kernel_projection = PackedLinear(tensors[f"{prefix}.kernel_projection.weight"])
+        self.group_size = group_size
+
+    def prepare(self, u: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        taps, groups = self.base_kernel.shape[1], u.shape[1] // self.group_size
+        dynamic = self.kernel_projection(u).view(-1, width, 2, taps, groups)
+        y = grouped_conv(u.view(-1, width, u.shape[1]), dynamic[:, :, 0], self.base_kernel[0])
+        return y.view_as(u), dynamic[:, :, 1]
+
+    def finish(self, s: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
+        y = grouped_conv(s.view(dynamic.shape[0], dynamic.shape[1], -1), dynamic, self.base_kernel[1])
+        return y.view_as(s)
+
+
+class _DraftLayer(nn.Module):
+    """One Qwen3-shaped layer over block rows [R * B, H]."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], index: int, config: DrafterConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        prefix = f"layers.{index}"
+        self.config, self.index, self.attention = config, index, config.attention[index]
+        attention = f"{prefix}.self_attn"
+        self.qkv = PackedLinear(*_stacked(tensors, attention, ("q_proj", "k_proj", "v_proj")))
+        self.o_proj = PackedLinear(tensors[f"{attention}.o_proj.weight"], tensors.get(f"{attention}.o_proj.bias"))
+        self.gate_up = PackedLinear(*_stacked(tensors, f"{prefix}.mlp", ("gate_proj", "up_proj")))
+        self.down_proj = PackedLinear(tensors[f"{prefix}.mlp.down_proj.weight"])
+        self.input_norm = tensors[f"{prefix}.input_layernorm.weight"].to(dtype)
+        self.post_norm = tensors[f"{prefix}.post_attention_layernorm.weight"].to(dtype)
+        q_norm, k_norm = tensors[f"{attention}.q_norm.weight"], tensors[f"{attention}.k_norm.weight"]
+        rows = [q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)]
+        self.head_norm = torch.cat(rows).to(dtype).contiguous()
+        self.sinks = tensors.get(f"{attention}.attention_sink_bias")
+        self.attention_conv = self.mlp_conv = None
+        if config.is_dflash2:
+            self.attention_conv = _GroupedConv(tensors, f"{prefix}.attention_conv", config.conv_group_size)
+            self.mlp_conv = _GroupedConv(tensors, f"{prefix}.mlp_conv", config.conv_group_size)
+
+    def forward(
+        self, x: torch.Tensor, width: int, rotary: Rotary, contexts: Sequence[DraftContext], biases: "_Biases"
+    ) -> torch.Tensor:
+        config = self.config
+        eps, hidden = config.rms_norm_eps, (x.shape[1],)
+        u = F.rms_norm(x, hidden, self.input_norm, eps)
+        kernel = None
+        if self.attention_conv is not None:
+            u, kernel = self.attention_conv.prepare(u, width)
+        a = self.o_proj(self._attend(u, width, rotary, contexts, biases))
+        if kernel is not None:
+            a = self.attention_conv.finish(a, kernel)
+        x = x + a
+        m = F.rms_norm(x, hidden, self.post_norm, eps)
+        if self.mlp_conv is not None:
+            m, kernel = self.mlp_conv.prepare(m, width)
+        gate, up = self.gate_up(m).chunk(2, dim=-1)
+        m = self.down_proj(F.silu(gate) * up)
+        if kernel is not None:
+            m = self.mlp_conv.finish(m, kernel)
+        return x + m
+
+    def _attend(
+        self, u: torch.Tensor, width: int, rotary: Rotary, contexts: Sequence[DraftContext], biases: "_Biases"
+    ) -> torch.Tensor:
+        config = self.config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        groups, both = heads // kv_heads, heads + kv_heads
+        qkv = self.qkv(u).view(u.shape[0], -1, head_dim)
+        qk = rotary.rotate(F.rms_norm(qkv[:, :both], (head_dim,), None, config.rms_norm_eps) * self.head_norm)
+        query = qk[:, :heads] * head_dim**-0.5
+        block = torch.stack([qk[:, heads:], qkv[:, both:] * config.value_scale], dim=1)  # [R * B, 2, K, D]
+        outputs = []
+        for r, context in enumerate(contexts):
+            own = slice(r * width, (r + 1) * width)
+            context.write_block(self.index, block[own])
+            keys, values, first = context.view(self.index, width)
+            folded = query[own].view(width, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+            scores = torch.bmm(folded, keys.permute(1, 2, 0)).float()
+            bias = biases.get(self.attention, context.num_committed, first, keys.shape[0])
+            if bias is not None:
+                scores = scores.view(kv_heads, groups, width, -1).add_(bias).view_as(scores)
+            out = torch.bmm(self._softmax(scores, groups, width).to(values.dtype), values.transpose(0, 1))
+            outputs.append(out.view(kv_heads, groups, width, head_dim).permute(2, 0, 1, 3).reshape(width, -1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _softmax(self, scores: torch.Tensor, groups: int, width: int) -> torch.Tensor:
+        """Row-wise softmax [K, G * B, n]; a sink is one more column that takes weight and gives nothing."""
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self.sinks.float().view(-1, groups, 1).expand(-1, groups, width).reshape(*scores.shape[:2], 1)
+        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+
+
+class _Biases:
+    """Score biases of one pass, by kind of layer and position: None where every block row sees every key."""
+
+    def __init__(self, width: int, device: str) -> None:
+        self._width, self._device = width, device
+        self._known: dict[tuple[LayerAttention, int, int], torch.Tensor | None] = {}
+
+    def get(self, attention: LayerAttention, start: int, first: int, num_keys: int) -> torch.Tensor | None:
+        """[B, num_keys] for a block at position `start` over keys from position `first` on."""
+        key = (attention, start, first)
+        if key not in self._known:
+            self._known[key] = self._build(attention, start, first, num_keys)
+        return self._known[key]
+
+    def _build(self, attention: LayerAttention, start: int, first: int, num_keys: int) -> torch.Tensor | None:
+        window = attention.window
+        reaches_back = window is not None and start + self._width - first > window
+        if not attention.causal and not reaches_back and (window is None or self._width <= window):
+            return None
+        i = torch.arange(start, start + self._width, device=self._device)[:, None]
+        j = torch.arange(first, first + num_keys, device=self._device)[None, :]
+        hidden = torch.zeros(self._width, num_keys, dtype=torch.bool, device=self._device)
+        if attention.causal:
+            hidden |= j > i
+        if window is not None:
+            hidden |= (i - j >= window) | (j - i >= window)
+        return torch.zeros(hidden.shape, device=self._device).masked_fill_(hidden, float("-inf"))
+
+
+class _CandidateSelector(nn.Module):
+    """The two codebooks and the hidden projection."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.predecessor_codebook = tensors["candidate_selector.predecessor_codebook"]
+        self.successor_codebook = tensors["candidate_selector.successor_codebook"]
+        self.hidden_projection = PackedLinear(tensors["candidate_selector.hidden_projection.weight"])
+
+    def lattice(self, hidden: torch.Tensor, unary: torch.Tensor, candidates: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """hidden [R, S, H], unary and candidates [R, S, C], anchors [R] → scores [R, S, C (predecessor), C]."""
+        num_requests, num_slots, top_k = candidates.shape
+        first = anchors[:, None, None].expand(-1, 1, top_k)
+        predecessors = torch.cat([first, candidates[:, :-1]], dim=1)
+        projected = self.hidden_projection(hidden.reshape(-1, hidden.shape[-1])).view(num_requests, num_slots, -1)
+        return selector_lattice_reference(
+            unary,
+            F.embedding(predecessors, self.predecessor_codebook),
+            projected,
+            F.embedding(candidates, self.successor_codebook),
+        )
+
+
+class Drafter:
+    """Build with `load_drafter`. Holds no request; contexts are handed in."""
+
+    def __init__(
+        self, config: DrafterConfig, tensors: Mapping[str, torch.Tensor], share: TargetShare, rotary: RotaryTables,
+        mask_embedding: torch.Tensor | None, dtype: torch.dtype, device: str,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.activations = dtype
+        self.layers = [_DraftLayer(tensors, index, config, dtype) for index in range(config.num_layers)]
+        self.hidden_norm = tensors["hidden_norm.weight"].to(dtype)
+        self.norm = tensors["norm.weight"].to(dtype)
+        self.candidate_selector = _CandidateSelector(tensors) if config.is_dflash2 else None
+        self._context_kv = _context_projection(tensors, config)
+        self._context_norms = torch.stack(
+            [tensors[f"layers.{i}.self_attn.k_norm.weight"].expand(config.num_kv_heads, -1) for i in range(config.num_layers)]
+        ).to(dtype)
+        self._rotary = rotary
+        self._mask_embedding = mask_embedding
+        self._embedding = _own_or_shared(tensors, "embed_tokens.weight", share.embedding, share.vocab_size)
+        self.owns_head, self._head = _head(config, tensors, share)
+        self._target_ids = _target_ids(config, tensors)
+        self.num_candidates = config.selector_top_k or min(DFLASH1_CANDIDATES, share.vocab_size)
+
+    # ---- context ------------------------------------------------------------------------------------------------
+
+    def new_context(self) -> DraftContext:
+        """An empty context for one request."""
+        windows = [layer.window for layer in self.config.attention]
+        like = torch.empty(0, dtype=self.activations, device=self.device)
+        return DraftContext(windows, self.config.num_kv_heads, self.config.head_dim, like)
+
+    @torch.inference_mode()
+    def context_kv(self, rows: torch.Tensor, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
+        """Context rows [n, H] (before `hidden_norm`) at positions [n], all below num_positions → [n, L, 2, K, D]."""
+        config = self.config
+        context = F.rms_norm(rows.to(self.activations), (rows.shape[1],), self.hidden_norm, config.rms_norm_eps)
+        kv = self._context_kv(context).view(rows.shape[0], config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        keys = F.rms_norm(kv[:, :, 0], (config.head_dim,), None, config.rms_norm_eps) * self._context_norms
+        rotary = Rotary.from_tables(*self._rotary.rows(positions, num_positions))
+        flat = keys.reshape(rows.shape[0], -1, config.head_dim)
+        keys = rotary.rotate(flat).view_as(keys)
+        return torch.stack([keys, kv[:, :, 1] * config.value_scale], dim=2)
+
+    # ---- drafting -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def block_hidden(self, anchors: Sequence[int], contexts: Sequence[DraftContext], width: int) -> torch.Tensor:
+        """Hidden states behind the final norm of rows 1 … width: [R, S = width, H]."""
+        config = self.config
+        rows = width + 1
+        ids = torch.full((len(anchors), rows), config.mask_token_id, dtype=torch.int64)
+        ids[:, 0] = torch.tensor(list(anchors))
+        ids = ids.to(self.device)
+        starts = torch.tensor([context.num_committed for context in contexts])
+        positions = (starts[:, None] + torch.arange(rows)).reshape(-1).to(self.device)
+        x = F.embedding(ids, self._embedding).to(self.activations)
+        if config.embedding_scale != 1.0:
+            x = x * config.embedding_scale
+        if self._mask_embedding is not None:
+            x[:, 1:] = self._mask_embedding
+        x = x.view(-1, x.shape[-1])
+        tables = self._rotary.rows(positions, max(context.num_committed for context in contexts) + rows)
+        rotary = Rotary.from_tables(*tables)
+        biases = _Biases(rows, self.device)
+        for context in contexts:
+            context.reserve_block(rows)
+        for layer in self.layers:
+            x = layer(x, rows, rotary, contexts, biases)
+        x = F.rms_norm(x, (x.shape[1],), self.norm, config.rms_norm_eps)
+        return x.view(len(anchors), rows, -1)[:, 1:]
+
+    @torch.inference_mode()
+    def candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [R, S, H] → (logits [R, S, C] fp32 behind multiplier and soft-cap, target token ids [R, S, C], ascending,
+        so that the lower id wins a tie)."""
+        logits = self._head(hidden.reshape(-1, hidden.shape[-1]))
+        ids = torch.topk(logits, self.num_candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
+        unary = logits.gather(-1, ids) * self.config.output_multiplier
+        if self.config.softcap is not None:
+            unary = torch.tanh(unary / self.config.softcap) * self.config.softcap
+        if self._target_ids is not None:
+            ids = self._target_ids[ids]
+        shape = (*hidden.shape[:2], self.num_candidates)
+        return unary.view(shape), ids.view(shape)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[DraftContext],
+        width: int,
+        temperatures: Sequence[float],
+        uniforms: torch.Tensor | None = None,
+    ) -> Draft:
+        """Draft `width` tokens for each request. uniforms [R, S] fp32 in [0, 1): used for sampled requests only."""
+        hidden = self.block_hidden(anchors, contexts, width)
+        unary, ids = self.candidates(hidden)
+        if self.candidate_selector is not None:
+            scores = self.candidate_selector.lattice(hidden, unary, ids, torch.tensor(list(anchors), device=self.device))
+        else:
+            scores = unary[:, :, None]  # every slot for itself: one row, whatever came before
+        sampled = [temperature >= GREEDY_BELOW for temperature in temperatures]
+        choices = scores.argmax(-1)
+        probs = None
+        if any(sampled):
+            assert uniforms is not None, "sampled requests need noise"
+            divisor = torch.tensor([max(t, GREEDY_BELOW) for t in temperatures], dtype=torch.float32, device=self.device)
+            probs = torch.softmax(scores / divisor[:, None, None, None], dim=-1)
+            drawn = inverse_cdf(probs, uniforms.to(self.device)[:, :, None].expand(probs.shape[:-1]))
+            choices = torch.where(torch.tensor(sampled, device=self.device)[:, None, None], drawn, choices)
+        rows = choices.tolist()
+        if self.candidate_selector is None:
+            paths = [[slot[0] for slot in one] for one in rows]
+        else:
+            paths = [follow(one) for one in rows]
+        path = torch.tensor(paths, device=self.device)
+        tokens = ids.gather(-1, path[:, :, None])[:, :, 0].tolist()
+        if probs is None:
+            return Draft(tokens, None, None)
+        if self.candidate_selector is None:
+            return Draft(tokens, ids, probs[:, :, 0])
+        before = torch.cat([torch.zeros_like(path[:, :1]), path[:, :-1]], dim=1)
+        realised = probs.gather(2, before[:, :, None, None].expand(-1, -1, 1, probs.shape[-1]))[:, :, 0]
+        return Draft(tokens, ids, realised)
+
+
+def load_drafter(folder: Path, config: DrafterConfig, share: TargetShare, *, dtype: str, device: str) -> Drafter:
+    """Load and validate against the target. Raises CheckpointError."""
+    files = TensorFiles(folder)
+    validate_drafter(
+        config,
+        files,
+        target_hidden_size=share.hidden_size,
+        target_num_layers=share.num_layers,
+        target_vocab_size=share.vocab_size,
+        target_embedding_rows=share.embedding.shape[0],
+    )
+    tensors = read_tensors(files, getattr(torch, dtype), device)
+    if not config.rotates_halves:
+        _reorder_pairs(tensors, config)
+    activations = compute_dtype(dtype, device)
+    rotary = RotaryTables(_rotary_module(config), config.max_position_embeddings, activations, device)
+    mask = _mask_embedding(Path(folder), config, activations, device)
+    return Drafter(config, tensors, share, rotary, mask, activations, device)
+
+
+def load_context_projection(folder: Path, config: DrafterConfig, dtype: str, device: str) -> nn.Module:
+    """The drafter's `fc`, which runs with the target: tapped features [n, F * H_target] → context rows [n, H]."""
+    return PackedLinear(read_projection(folder, getattr(torch, dtype), device))
+
+
+def _rotary_module(config: DrafterConfig) -> nn.Module:
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    shape = Qwen3Config(
+        hidden_size=config.hidden_size, num_attention_heads=config.num_heads, head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope),
+    )
+    return Qwen3RotaryEmbedding(shape)
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = torch.cat([tensors[f"{prefix}.{name}.weight"] for name in names])
+    biases = [tensors.get(f"{prefix}.{name}.bias") for name in names]
+    return weight, None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+
+
+def _context_projection(tensors: Mapping[str, torch.Tensor], config: DrafterConfig) -> PackedLinear:
+    """k_proj and v_proj of every layer as one product."""
+    weights, biases = [], []
+    for index in range(config.num_layers):
+        weight, bias = _stacked(tensors, f"layers.{index}.self_attn", ("k_proj", "v_proj"))
+        weights.append(weight)
+        biases.append(bias)
+    return PackedLinear(torch.cat(weights), None if biases[0] is None else torch.cat(biases))  # type: ignore[arg-type]
+
+
+def _reorder_pairs(tensors: dict[str, torch.Tensor], config: DrafterConfig) -> None:
+    """Bring a drafter that rotates neighbouring pairs to the half-split layout: the same permutation inside every head of
+    queries and keys leaves every score as it was."""
+    dim = config.head_dim
+    order = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
+    for name, value in tensors.items():
+        if any(part in name for part in ("q_proj", "k_proj")):
+            tensors[name] = value.view(-1, dim, *value.shape[1:])[:, order].reshape(value.shape).contiguous()
+        elif any(part in name for part in ("q_norm", "k_norm")):
+            tensors[name] = value[order].contiguous()
+
+
+def _mask_embedding(folder: Path, config: DrafterConfig, dtype: torch.dtype, device: str) -> torch.Tensor | None:
+    """`mask_embedding.pt`, which replaces the embedding of masked rows. Raises CheckpointError."""
+    path = folder / "mask_embedding.pt"
+    if not path.is_file():
+        return None
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise CheckpointError(f"{path}: not readable: {error}") from None
+    if stored.get("per_position") is not None:
+        raise CheckpointError(f"{path}: per_position embeddings are not offered")
+    if stored.get("mask_token_id", config.mask_token_id) != config.mask_token_id:
+        raise CheckpointError(f"{path}: mask_token_id: expected {config.mask_token_id}, got {stored['mask_token_id']}")
+    row = stored.get("embedding")
+    if not isinstance(row, torch.Tensor) or row.numel() != config.hidden_size:
+        raise CheckpointError(f"{path}: embedding: expected {config.hidden_size} values, got {getattr(row, 'shape', row)}")
+    return row.reshape(-1).to(device, dtype)
+
+
+def _own_or_shared(tensors: Mapping[str, torch.Tensor], name: str, shared: torch.Tensor, num_rows: int) -> torch.Tensor:
+    own = tensors.get(name)
+    if own is None or torch.equal(own[:num_rows].float(), shared[:num_rows].float()):
+        return shared
+    logger.info("the drafter keeps its own %s (it differs from the target's)", name)
+    return own
+
+
+def _head(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], share: TargetShare):  # type: ignore[no-untyped-def]
+    """(whether the drafter's own head is used, head: [n, H] → fp32 logits)."""
+    own = tensors.get("lm_head.weight")
+    if own is None:
+        logger.info("the drafter shares the target's head")
+        return False, share.head
+    mapped = config.draft_vocab_size != config.vocab_size
+    rows = config.draft_vocab_size if mapped else share.vocab_size
+    if not mapped and share.head_weight is not None and torch.equal(own[:rows].float(), share.head_weight[:rows].float()):
+        logger.info("the drafter's head equals the target's and is shared")
+        return False, share.head
+    logger.info("the drafter keeps its own head")
+    packed = PackedLinear(own[:rows].contiguous())
+    return True, lambda hidden: packed(hidden).float()
+
+
+def _target_ids(config: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Draft id → target id of a pruned vocabulary (`d2t` holds the differences)."""
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    ids = torch.arange(config.draft_vocab_size, device=tensors["d2t"].device) + tensors["d2t"].to(torch.int64)
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise CheckpointError(f"drafter: tensor d2t points outside the vocabulary of {config.vocab_size}")
+    return ids

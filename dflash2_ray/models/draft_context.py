@@ -1,0 +1,91 @@
+"""Context keys and values of one request in the drafter: committed positions only, a windowed layer's window only.
+
+Layers that keep the same range share a buffer. Behind the committed rows lies scratch space for the draft block, which the
+rows of the next commit overwrite. It must not know requests or messages.
+
+Shapes: L layers of a buffer, K KV heads, D head size, B block rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+_GROWTH = 128  # rows
+
+
+class _Buffer:
+    """[capacity, L, 2, K, D]: row i holds position `first + i`."""
+
+    def __init__(self, window: int | None, num_layers: int, num_kv_heads: int, head_dim: int, like: torch.Tensor) -> None:
+        self.window = window
+        self.first = 0
+        self.rows = like.new_empty(0, num_layers, 2, num_kv_heads, head_dim)
+
+    def reserve(self, num_committed: int, stop: int) -> None:
+        """Room for positions up to `stop - 1`; keeps the committed rows that a later block can still see."""
+        keep = self.first if self.window is None else max(self.first, num_committed - self.window + 1)
+        capacity = self.rows.shape[0]
+        if stop - self.first <= capacity:
+            return
+        needed = stop - keep
+        rows = self.rows
+        if needed > capacity or keep == self.first:
+            rows = self.rows.new_empty(needed + max(_GROWTH, needed // 4), *self.rows.shape[1:])
+        rows[: num_committed - keep] = self.rows[keep - self.first : num_committed - self.first].clone()
+        self.rows, self.first = rows, keep
+
+
+class DraftContext:
+    """num_committed: positions 0 … num_committed - 1 are in. `windows[i]`: window of layer i, None for full attention."""
+
+    def __init__(self, windows: Sequence[int | None], num_kv_heads: int, head_dim: int, like: torch.Tensor) -> None:
+        self.num_committed = 0
+        self._homes: list[tuple[_Buffer, int]] = []
+        self._layers: dict[int | None, list[int]] = {}
+        for index, window in enumerate(windows):
+            self._layers.setdefault(window, []).append(index)
+        buffers = {w: _Buffer(w, len(own), num_kv_heads, head_dim, like) for w, own in self._layers.items()}
+        for window in windows:
+            place = sum(home is buffers[window] for home, _ in self._homes)
+            self._homes.append((buffers[window], place))
+        self._buffers = buffers
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Commit rows [n, layers, 2, K, D] for the next n positions (overwriting whatever a block left there)."""
+        count = rows.shape[0]
+        for window, buffer in self._buffers.items():
+            own = rows[:, self._layers[window]] if len(self._buffers) > 1 else rows
+            start, stop = self.num_committed, self.num_committed + count
+            if window is not None and count >= window:  # only the tail can ever be seen
+                buffer.first = start = stop - window + 1
+                own = own[count - window + 1 :]
+                buffer.reserve(start, stop)
+            else:
+                buffer.reserve(start, stop)
+            buffer.rows[start - buffer.first : stop - buffer.first] = own
+        self.num_committed += count
+
+    def reserve_block(self, num_rows: int) -> None:
+        """Scratch room for a draft block behind the committed rows."""
+        for buffer in self._buffers.values():
+            buffer.reserve(self.num_committed, self.num_committed + num_rows)
+
+    def write_block(self, layer: int, rows: torch.Tensor) -> None:
+        """A block's own keys and values [B, 2, K, D] of one layer, as scratch."""
+        buffer, place = self._homes[layer]
+        at = self.num_committed - buffer.first
+        buffer.rows[at : at + rows.shape[0], place] = rows
+
+    def view(self, layer: int, num_block_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(keys, values, first position): [n, K, D] each, context that the block's first row can see, then the block."""
+        buffer, place = self._homes[layer]
+        low = buffer.first
+        if buffer.window is not None:
+            low = max(low, self.num_committed - buffer.window + 1)
+        rows = buffer.rows[low - buffer.first : self.num_committed + num_block_rows - buffer.first, place]
+        return rows[:, 0], rows[:, 1], low
+
+    @property
+    def num_kept_rows(self) -> dict[int | None, int]:
+        """Committed rows held, by window."""
+        return {window: self.num_committed - buffer.first for window, buffer in self._buffers.items()}

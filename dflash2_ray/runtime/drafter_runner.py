@@ -1,0 +1,191 @@
+"""The drafter's side of the port: contexts by request, messages applied in order, proposals for whoever is up to date.
+
+The same runner serves every placement; `ColocatedDraftPort` is the in-process transport. Rows become context only when a
+commit names them; anything stale, doubled or out of place is dropped and counted, and a request whose rows have a gap is
+never drafted for. It must not know the target.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, Wanted
+from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter
+from dflash2_ray.models.draft_context import DraftContext
+from dflash2_ray.sampling.noise import Purpose, uniforms
+
+
+@dataclass(eq=False)
+class _Drafted:
+    """A request as the drafter sees it. `pending`: rows that no commit has named yet, by first position."""
+
+    epoch: int
+    temperature: float
+    seed: int
+    context: DraftContext
+    anchor: int | None = None
+    base_len: int = 0
+    broken: bool = False
+    pending: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+
+class DrafterRunner:
+    """Applies messages and drafts. Not thread-safe."""
+
+    def __init__(self, drafter: Drafter, *, max_num_requests: int) -> None:
+        self.drafter = drafter
+        self.counters: Counter[str] = Counter()
+        self._max_num_requests = max_num_requests
+        self._requests: dict[str, _Drafted] = {}
+
+    def apply(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
+        """Apply messages in order; context of all commits is computed in one pass. Never raises for a stale message."""
+        ready: list[tuple[_Drafted, int, torch.Tensor]] = []
+        for message in messages:
+            if isinstance(message, Open):
+                self._open(message)
+            elif isinstance(message, Rows):
+                self._take_rows(message)
+            elif isinstance(message, Commit):
+                self._commit(message, ready)
+            else:
+                self._close(message)
+        self._extend(ready)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        """Proposals for every wanted request whose context reaches exactly its base length."""
+        by_width: dict[int, list[tuple[Wanted, _Drafted]]] = {}
+        for want in wanted:
+            request = self._current(want.request_id, want.epoch)
+            if request is None:
+                continue
+            if request.broken:
+                self.counters["missing_rows"] += 1
+            elif request.base_len != want.base_len or request.anchor is None:
+                self.counters["stale_base"] += 1
+            else:
+                by_width.setdefault(want.width, []).append((want, request))
+        return [proposal for width, group in by_width.items() for proposal in self._draft(width, group)]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that hold a context."""
+        return len(self._requests)
+
+    def close(self) -> None:
+        """Drop every context."""
+        self._requests.clear()
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+
+    def _open(self, message: Open) -> None:
+        known = self._requests.get(message.request_id)
+        if known is not None and known.epoch >= message.epoch:
+            self.counters["duplicate_open" if known.epoch == message.epoch else "stale_epoch"] += 1
+            return
+        if known is None and len(self._requests) >= self._max_num_requests:
+            self.counters["too_many_requests"] += 1
+            return
+        context = self.drafter.new_context()
+        self._requests[message.request_id] = _Drafted(message.epoch, message.temperature, message.seed, context)
+
+    def _take_rows(self, message: Rows) -> None:
+        offset = 0
+        for span in message.spans:
+            rows = message.rows[offset : offset + span.num_rows]
+            offset += span.num_rows
+            request = self._current(span.request_id, span.epoch)
+            if request is not None:
+                request.pending.append((span.first_position, rows))
+
+    def _commit(self, message: Commit, ready: list[tuple[_Drafted, int, torch.Tensor]]) -> None:
+        request = self._current(message.request_id, message.epoch)
+        if request is None:
+            return
+        if message.base_len <= request.base_len:
+            self.counters["stale_base"] += 1
+            return
+        pieces, reached = [], request.base_len
+        for first, rows in sorted(request.pending, key=lambda one: one[0]):
+            start, stop = max(first, reached), min(first + rows.shape[0], message.base_len)
+            if start == reached and stop > start:
+                pieces.append(rows[start - first : stop - first])
+                reached = stop
+        request.pending = []  # what lies at or beyond base_len is void
+        if reached < message.base_len and not request.broken:
+            request.broken = True
+            self.counters["missing_rows"] += 1
+        if request.broken:
+            return
+        ready.append((request, request.base_len, torch.cat(pieces) if len(pieces) > 1 else pieces[0]))
+        request.base_len, request.anchor = message.base_len, message.anchor
+
+    def _close(self, message: Close) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None or request.epoch > message.epoch:
+            self.counters["stale_epoch" if request else "unknown_request"] += 1
+            return
+        del self._requests[message.request_id]
+
+    def _current(self, request_id: str, epoch: int) -> _Drafted | None:
+        request = self._requests.get(request_id)
+        if request is None:
+            self.counters["unknown_request"] += 1
+            return None
+        if request.epoch != epoch:
+            self.counters["stale_epoch"] += 1
+            return None
+        return request
+
+    def _extend(self, ready: Sequence[tuple[_Drafted, int, torch.Tensor]]) -> None:
+        if not ready:
+            return
+        rows = ready[0][2] if len(ready) == 1 else torch.cat([piece for _, _, piece in ready])
+        positions = torch.cat([torch.arange(first, first + piece.shape[0]) for _, first, piece in ready])
+        num_positions = max(first + piece.shape[0] for _, first, piece in ready)
+        kv = self.drafter.context_kv(rows, positions.to(rows.device), num_positions)
+        offset = 0
+        for request, _, piece in ready:
+            request.context.append(kv[offset : offset + piece.shape[0]])
+            offset += piece.shape[0]
+
+    # ---- drafting -----------------------------------------------------------------------------------------------
+
+    def _draft(self, width: int, group: Sequence[tuple[Wanted, _Drafted]]) -> list[Proposal]:
+        requests = [request for _, request in group]
+        temperatures = [request.temperature for request in requests]
+        noise = None
+        if any(temperature >= GREEDY_BELOW for temperature in temperatures):
+            seeds = [request.seed for request in requests for _ in range(width)]
+            positions = [want.base_len + slot for want, _ in group for slot in range(1, width + 1)]
+            noise = uniforms(seeds, positions, Purpose.DRAFT).view(len(group), width)
+        anchors = [request.anchor for request in requests if request.anchor is not None]
+        draft = self.drafter.draft(anchors, [request.context for request in requests], width, temperatures, noise)
+        proposals = []
+        for r, (want, request) in enumerate(group):
+            ids = probs = None
+            if request.temperature >= GREEDY_BELOW and draft.candidate_ids is not None and draft.candidate_probs is not None:
+                ids, probs = draft.candidate_ids[r], draft.candidate_probs[r]
+            proposals.append(Proposal(want.request_id, want.epoch, want.base_len, tuple(draft.token_ids[r]), ids, probs))
+        return proposals
+
+
+class ColocatedDraftPort:
+    """`DraftPort` in one process: messages are applied where they are sent."""
+
+    def __init__(self, runner: DrafterRunner) -> None:
+        self.runner = runner
+
+    def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
+        self.runner.apply(messages)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        return self.runner.propose(wanted)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.runner.counters)
+
+    def close(self) -> None:
+        self.runner.close()
