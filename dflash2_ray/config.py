@@ -173,17 +173,12 @@ def resolve(
 
     Raises ConfigError naming the key, the value got and the values allowed.
     """
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(f"tensor_parallel_size: this version runs one target rank (1), got {config.tensor_parallel_size}")
-    if config.drafter_placement == "separate":
-        raise ConfigError("drafter_placement: this version places the drafter `colocated`, got 'separate'")
-    if config.pipeline == "split":
-        raise ConfigError("pipeline: this version runs `serial`, got 'split'")
+    check_offered(config)
     device = _resolve_device(config, machine)
     speculative_tokens = _resolve_speculative_tokens(config, drafter)
     max_model_len = _resolve_max_model_len(config, target)
     batched_tokens = _resolve_batched_tokens(config, speculative_tokens)
-    dtype: Dtype = "float32" if config.dtype == "float32" or target.dtype == "float32" and config.dtype == "auto" else "bfloat16"
+    dtype: Dtype = "float32" if config.dtype == "float32" or (target.dtype == "float32" and config.dtype == "auto") else "bfloat16"
     item_bytes = 4 if device == "cpu" else {"float32": 4, "bfloat16": 2}[dtype]
     per_token = target.kv_bytes_per_token(item_bytes) + (drafter.kv_bytes_per_token(item_bytes) if drafter else 0)
     pages = _resolve_pages(config, machine, device, target, drafter, per_token, max_model_len, speculative_tokens)
@@ -207,6 +202,16 @@ def resolve(
         drafter_max_model_len=drafter.max_position_embeddings if drafter else 0,
         kv_bytes=pages * config.page_size * per_token,
     )
+
+
+def check_offered(config: ServiceConfig) -> None:
+    """Refuse what this version serves on no machine. Raises ConfigError, naming the key."""
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size: this version runs one target rank (1), got {config.tensor_parallel_size}")
+    if config.drafter_placement == "separate":
+        raise ConfigError("drafter_placement: this version places the drafter `colocated`, got 'separate'")
+    if config.pipeline == "split":
+        raise ConfigError("pipeline: this version runs `serial`, got 'split'")
 
 
 def _resolve_device(config: ServiceConfig, machine: MachineFacts) -> Literal["cpu", "cuda"]:

@@ -120,7 +120,7 @@ def attend(
 
     The step's own keys and values must be stored already.
     """
-    num_rows, num_heads, head_dim = query.shape
+    num_heads, head_dim = query.shape[1:]
     num_kv_heads = keys.shape[1]
     groups = num_heads // num_kv_heads
     query = query * scaling

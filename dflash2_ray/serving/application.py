@@ -1,0 +1,64 @@
+"""The Serve application: an ingress deployment in front of a unit deployment."""
+
+import os
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from dflash2_ray.config import ServiceConfig, check_offered
+from dflash2_ray.engine.client import UNIT_DEPLOYMENT
+from dflash2_ray.engine.placement import place_unit
+from dflash2_ray.engine.unit import Unit
+from dflash2_ray.serving.ingress import Ingress
+from dflash2_ray.serving.routes import build_api
+
+_SHUTDOWN_TIMEOUT_S = 5.0
+_HEALTH_PERIOD_S = 2.0
+
+
+def build_application(config: ServiceConfig) -> Application:
+    """Bind both deployments. Raises ConfigError for what no machine could serve; the rest is decided where the unit runs."""
+    check_offered(config)
+    in_flight = config.max_num_seqs + config.max_queued_requests
+    placement = place_unit(config, _num_gpus())
+    unit = serve.deployment(
+        Unit,
+        name=UNIT_DEPLOYMENT,
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=in_flight + 64,  # our own limit answers first, and describe() always gets through
+        ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
+        placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
+        placement_group_strategy=placement.strategy,
+        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=_HEALTH_PERIOD_S,
+    )
+    ingress = serve.deployment(
+        serve.ingress(build_api)(Ingress),
+        name="ingress",
+        num_replicas=config.num_ingress_replicas,
+        max_ongoing_requests=config.num_replicas * in_flight + 128,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    return ingress.bind(config, unit.bind(config, dict(placement.rank_bundle)), _http_url())
+
+
+def _num_gpus() -> float:
+    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
+
+
+def _http_url() -> str:
+    """Where HTTP listens, as far as this process can know: Serve's own setting, or its default."""
+    port = 8000
+    try:
+        from ray.serve.context import _get_global_client
+
+        client = _get_global_client(raise_if_no_controller_running=False)
+        if client is not None:
+            port = int(client.http_config.port)
+    except Exception:  # a private interface; the banner only loses the port
+        port = int(os.environ.get("RAY_SERVE_DEFAULT_HTTP_PORT", port))
+    return f"http://127.0.0.1:{port}"

@@ -1,0 +1,267 @@
+"""The OpenAI wire format: request bodies checked field by field, response bodies, error bodies.
+
+Every field is offered, has a neutral value that changes nothing, or is refused by name: nothing is silently dropped.
+It must not know Serve or engines.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash2_ray.core.generation import Generation
+from dflash2_ray.errors import InvalidRequest, RequestError, UnknownModel, http_error
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
+NO_EFFECT_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # options of later versions, with the values that ask for nothing
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+COMMON_FIELDS = ("model", "stream", "stream_options", "speculative", "return_token_ids")
+SPECULATIVE_HEADER = "x-dflash2-speculative"
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """One checked body. prompts: texts or token ids (completions); messages: chat. sampling: keywords of SamplingParams."""
+
+    chat: bool
+    prompts: tuple[Any, ...]
+    messages: list[Any] | None
+    sampling: dict[str, Any]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+
+
+def read_request(body: Any, header: str | None, *, chat: bool, served_model: str) -> ApiRequest:
+    """Check a parsed body. `header`: the speculative header. Raises InvalidRequest or UnknownModel, naming the field."""
+    if not isinstance(body, Mapping):
+        raise InvalidRequest(f"the body must be a JSON object, got {type(body).__name__}")
+    _refuse_unoffered(body, chat)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise InvalidRequest(f"model must be a string, got {model!r}", param="model")
+    if model is not None and model != served_model:
+        raise UnknownModel(f"model {model!r} is not served here; expected {served_model!r}")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping) or set(options) - {"include_usage", "continuous_usage_stats"}:
+        raise InvalidRequest(
+            f"stream_options may hold include_usage and continuous_usage_stats, got {options!r}", param="stream_options"
+        )
+    stream = _flag(body, "stream")
+    if options and not stream:
+        raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+    sampling = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
+    if chat and body.get("max_completion_tokens") is not None:
+        if sampling.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
+            raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_completion_tokens")
+        sampling["max_tokens"] = body["max_completion_tokens"]
+    if not chat:
+        sampling.setdefault("max_tokens", 16)  # OpenAI's default for completions
+    width = _speculative(body.get("speculative"), header)
+    if width is not None:
+        sampling["num_speculative_tokens"] = width
+    return ApiRequest(
+        chat=chat,
+        prompts=() if chat else _prompts(body.get("prompt")),
+        messages=_messages(body.get("messages")) if chat else None,
+        sampling=sampling,
+        stream=stream,
+        include_usage=_flag(options, "include_usage"),
+        continuous_usage=_flag(options, "continuous_usage_stats"),
+        return_token_ids=_flag(body, "return_token_ids"),
+    )
+
+
+def _refuse_unoffered(body: Mapping[str, Any], chat: bool) -> None:
+    own = ("messages", "max_completion_tokens") if chat else ("prompt",)
+    offered = {*COMMON_FIELDS, *SAMPLING_FIELDS, *NO_EFFECT_FIELDS, *own}
+    refused = []
+    for name, value in body.items():
+        if name in offered or value is None:
+            continue
+        if any(_same(value, neutral) for neutral in NEUTRAL.get(name, ())):
+            continue
+        refused.append(name)
+    if refused:
+        names = ", ".join(sorted(map(str, refused)))
+        raise InvalidRequest(f"not offered: {names}; nothing was generated", param=sorted(map(str, refused))[0])
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal as JSON: true is not 1."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, got {value!r}", param=name)
+    return value
+
+
+def _messages(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(f"messages must be a non-empty list, got {value!r}", param="messages")
+    return value
+
+
+def _prompts(value: Any) -> tuple[Any, ...]:
+    """Texts or lists of token ids; one entry per choice."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(one, str) for one in value):
+            return tuple(value)
+        if all(isinstance(one, list) for one in value):
+            return tuple(value)
+        if not any(isinstance(one, (str, list, dict)) or one is None for one in value):
+            return (value,)
+    raise InvalidRequest(
+        f"prompt must be a string, a list of strings, a list of token ids, or a list of such lists, none empty; got {_short(value)}",
+        param="prompt",
+    )
+
+
+def _speculative(value: Any, header: str | None) -> int | None:
+    """Draft slots that the request asks for: 0 is off, None as configured. The body wins over the header."""
+    if value is not None:
+        if not isinstance(value, Mapping) or set(value) - {"enabled", "num_speculative_tokens"}:
+            raise InvalidRequest(
+                f"speculative may hold enabled and num_speculative_tokens, got {_short(value)}", param="speculative"
+            )
+        if value.get("enabled") is not None and not isinstance(value["enabled"], bool):
+            raise InvalidRequest(f"speculative.enabled must be true or false, got {value['enabled']!r}", param="speculative.enabled")
+        width = value.get("num_speculative_tokens")
+        if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
+            raise InvalidRequest(
+                f"speculative.num_speculative_tokens must be an integer from 0, got {width!r}",
+                param="speculative.num_speculative_tokens",
+            )
+        return 0 if value.get("enabled") is False else width
+    if header is None or header.strip() == "on":
+        return None
+    text = header.strip()
+    if text == "off":
+        return 0
+    if text.startswith("k=") and text[2:].isascii() and text[2:].isdigit():
+        return int(text[2:])
+    raise InvalidRequest(f"header {SPECULATIVE_HEADER} must be off, on or k=N, got {header!r}", param=SPECULATIVE_HEADER)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- responses ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What every body of one response repeats."""
+
+    id: str
+    model: str
+    chat: bool
+    created: int
+
+    @classmethod
+    def new(cls, request_id: str, model: str, chat: bool) -> "Envelope":
+        return cls(f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", model, chat, int(time.time()))
+
+    def head(self, *, streaming: bool) -> dict[str, Any]:
+        """id, object, created, model."""
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if streaming else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def response_body(envelope: Envelope, generations: list[Generation], return_token_ids: bool) -> dict[str, Any]:
+    """A whole response. With several prompts `metrics` is that of each choice, else of the response."""
+    choices = []
+    for index, generation in enumerate(generations):
+        choice: dict[str, Any] = {"index": index, "finish_reason": generation.finish_reason, "logprobs": None}
+        choice["stop_reason"] = generation.stop_reason
+        if envelope.chat:
+            choice["message"] = {"role": "assistant", "content": generation.text}
+        else:
+            choice["text"] = generation.text
+        if return_token_ids:
+            choice["token_ids"] = generation.token_ids
+        if len(generations) > 1:
+            choice["metrics"] = generation.metrics
+        choices.append(choice)
+    body = {**envelope.head(streaming=False), "choices": choices, "usage": usage_of(generations)}
+    if len(generations) == 1:
+        body["metrics"] = generations[0].metrics
+    return body
+
+
+def usage_of(generations: list[Generation]) -> dict[str, Any]:
+    """The `usage` object over all choices."""
+    prompt = sum(generation.usage.prompt_tokens for generation in generations)
+    completion = sum(generation.usage.completion_tokens for generation in generations)
+    return usage_body(prompt, completion)
+
+
+def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """An OpenAI `usage` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def chunk_choice(
+    envelope: Envelope, index: int, text: str, finish_reason: str | None = None, *, first: bool = False
+) -> dict[str, Any]:
+    """One choice of a stream chunk."""
+    choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+    if not envelope.chat:
+        return {**choice, "text": text}
+    delta: dict[str, Any] = {"role": "assistant", "content": text} if first else ({"content": text} if text else {})
+    return {**choice, "delta": delta}
+
+
+def error_body(error: BaseException, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(status, body, headers) of an error, by the one table in `errors`."""
+    row = http_error(error)
+    message = row.message or str(error)
+    if row.message is not None:
+        message = f"{row.message} Request id: {request_id}."
+    code, param = row.code, None
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code or row.code
+    headers = {}
+    retry = getattr(error, "retry_after_s", 1.0 if row.status == 503 else None)
+    if retry is not None:
+        headers = {"Retry-After": str(max(1, round(retry))), "retry-after-ms": str(int(retry * 1000))}
+    return row.status, plain_error(message, row.type, param, code), headers
+
+
+def plain_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The OpenAI error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+

@@ -1,0 +1,81 @@
+"""Which path leads where, and the OpenAI shape of errors that no route raised. Built inside each ingress replica."""
+
+import logging
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from ray import serve
+from starlette.exceptions import HTTPException
+
+from dflash2_ray import __version__
+from dflash2_ray.serving.ingress import Ingress, request_id_of
+from dflash2_ray.serving.openai_api import error_body, plain_error
+
+logger = logging.getLogger("ray.serve")
+
+
+def _this_replica() -> Any:
+    return serve.get_replica_context().servable_object
+
+
+_INGRESS = Depends(_this_replica)
+
+
+def build_api() -> FastAPI:
+    """The ASGI application of an ingress replica. Plain functions: no route depends on how Serve binds methods."""
+    api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None)
+    api.add_exception_handler(HTTPException, _http_exception)  # type: ignore[arg-type]
+    api.add_exception_handler(Exception, _any_exception)
+
+    @api.post("/v1/completions")
+    async def completions(request: Request, ingress: Any = _INGRESS) -> Response:
+        """Complete one prompt or several."""
+        return await _ingress(ingress).generate(request, chat=False)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request, ingress: Any = _INGRESS) -> Response:
+        """Answer a conversation."""
+        return await _ingress(ingress).generate(request, chat=True)
+
+    @api.get("/v1/models")
+    async def models(ingress: Any = _INGRESS) -> Any:
+        """The one model that is served."""
+        return await _ingress(ingress).models()
+
+    @api.get("/health")
+    async def health() -> Response:
+        """This front is alive."""
+        return Response(status_code=200)
+
+    @api.get("/ready")
+    async def ready(ingress: Any = _INGRESS) -> Response:
+        """A unit would take a request now."""
+        return await _ingress(ingress).ready()
+
+    @api.get("/server_info")
+    async def server_info(ingress: Any = _INGRESS) -> Any:
+        """The resolved configuration and how full the engine is."""
+        return await _ingress(ingress).server_info()
+
+    return api
+
+
+def _ingress(servable: Any) -> Ingress:
+    assert isinstance(servable, Ingress), "routes run inside an ingress replica"
+    return servable
+
+
+async def _http_exception(request: Request, error: HTTPException) -> Response:
+    """Unknown routes and methods."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(plain_error(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+
+async def _any_exception(request: Request, error: Exception) -> Response:
+    """Whatever a route did not expect: a fixed sentence and the request id, or our own error in its own form."""
+    request_id = request_id_of(request)
+    status, body, headers = error_body(error, request_id)
+    if status >= 500:
+        logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
+    return JSONResponse(body, status, headers=headers)
