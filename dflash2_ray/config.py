@@ -184,7 +184,7 @@ def resolve(
     pages = _resolve_pages(config, machine, device, target, drafter, per_token, max_model_len, speculative_tokens)
     return EngineConfig(
         target=config.target,
-        drafter=config.drafter if drafter else None,
+        drafter=(config.drafter or drafter.name) if drafter else None,
         served_model_name=config.served_model_name or target.name,
         dtype=dtype,
         device=device,

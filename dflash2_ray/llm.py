@@ -50,19 +50,22 @@ class LLM:
         self,
         prompts: str | Sequence[str] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        max_in_flight: int | None = None,
         **sampling: Any,
     ) -> list[Generation]:
-        """Complete one or more prompts (texts or token ids), all submitted at once, results in order.
+        """Complete one or more prompts (texts or token ids), results in order; all submitted at once, or at most
+        `max_in_flight` of them.
 
         Sampling keywords have the names of the HTTP fields. Raises InvalidRequest before anything runs.
         """
-        return self._run(self._prompt_ids(prompts, prompt_token_ids), self._params(sampling))
+        return self._run(self._prompt_ids(prompts, prompt_token_ids), self._params(sampling), max_in_flight)
 
     def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
         """Answer one conversation, or several."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         params = self._params(sampling)
-        return self._run([self._chat_ids(conversation) for conversation in conversations], params)  # type: ignore[arg-type]
+        return self._run([self.chat_ids(conversation) for conversation in conversations], params)  # type: ignore[arg-type]
 
     def stream(
         self,
@@ -73,7 +76,7 @@ class LLM:
     ) -> Iterator[GenerationChunk]:
         """Chunks of one generation, one per step. Closing the iterator cancels the request."""
         if messages is not None:
-            ids = self._chat_ids(messages)
+            ids = self.chat_ids(messages)
         else:
             (ids,) = self._prompt_ids(prompt, prompt_token_ids)
         return self._stream(ids, self._params(sampling))
@@ -92,13 +95,15 @@ class LLM:
 
     # ---- driving the loop -------------------------------------------------------------------------------------------
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_in_flight: int | None = None
+    ) -> list[Generation]:
         waiting = deque(enumerate(prompts))
         running: dict[str, tuple[int, TextAssembler]] = {}
         results: dict[int, Generation] = {}
         try:
             while waiting or running:
-                while waiting and self._loop.scheduler.has_room():
+                while waiting and self._loop.scheduler.has_room() and len(running) < (max_in_flight or len(prompts)):
                     index, ids = waiting.popleft()
                     request_id, assembler = self._submit(ids, params)
                     running[request_id] = (index, assembler)
@@ -171,7 +176,8 @@ class LLM:
             return ids  # type: ignore[return-value]
         return [ids]  # type: ignore[list-item]
 
-    def _chat_ids(self, messages: Messages) -> Sequence[int]:
+    def chat_ids(self, messages: Messages) -> Sequence[int]:
+        """Token ids of a conversation in the chat template, asking for the assistant's next turn."""
         return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
 
     def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:

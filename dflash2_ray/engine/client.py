@@ -171,7 +171,7 @@ class Client:
         """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request."""
         await self.text()
         spec, assembler = self._prepare(prompt, messages, prompt_token_ids, sampling, request_id)
-        response = self._handle.options(stream=True).generate.remote(pack_spec(spec))
+        response: Any = self._handle.options(stream=True).generate.remote(pack_spec(spec))
         finished = False
         try:
             while not finished:

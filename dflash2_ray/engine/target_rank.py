@@ -1,4 +1,4 @@
-"""The actor that holds target rank 0: it loads both models and runs the step loop next to the device.
+"""The actor class that holds target rank 0: it loads both models and runs the step loop next to the device.
 
 Ray is called for its life cycle only; requests and deltas travel over a framed socket. In this version a unit has one rank,
 and the drafter runs inside it (`colocated`).
@@ -13,7 +13,6 @@ import ray
 from dflash2_ray.config import ServiceConfig
 
 
-@ray.remote(max_restarts=0, max_concurrency=4)
 class TargetRank:
     """Methods: `load` once, then `run` for life (its result is the sign that the rank ended); the others at any time."""
 

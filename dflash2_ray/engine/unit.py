@@ -29,12 +29,15 @@ _PROGRESS_PERIOD_S = 0.5
 class Unit:
     """A Serve deployment's class. Build with an awaited `__init__`; one instance per replica."""
 
-    async def __init__(self, config: ServiceConfig, rank_resources: dict[str, float]) -> None:
+    async def __init__(self, config: ServiceConfig, rank_resources: dict[str, float]) -> None:  # type: ignore[misc]
         self.config = config
         self._streams: dict[str, asyncio.Queue[dict[str, Any]]] = {}
         self._lost: str | None = None
         self._stopping = False
-        self._rank = TargetRank.options(
+        actor: Any = ray.remote(TargetRank)
+        self._rank: Any = actor.options(
+            max_restarts=0,
+            max_concurrency=4,
             num_cpus=rank_resources.get("CPU", 0),
             num_gpus=rank_resources.get("GPU", 0),
             scheduling_strategy=_own_bundle(1),

@@ -92,21 +92,21 @@ class _DraftLayer(nn.Module):
         config = self.config
         eps, hidden = config.rms_norm_eps, (x.shape[1],)
         u = F.rms_norm(x, hidden, self.input_norm, eps)
-        kernel = None
-        if self.attention_conv is not None:
+        if self.attention_conv is None:
+            a = self.o_proj(self._attend(u, width, rotary, contexts, biases))
+        else:
             u, kernel = self.attention_conv.prepare(u, width)
-        a = self.o_proj(self._attend(u, width, rotary, contexts, biases))
-        if kernel is not None:
-            a = self.attention_conv.finish(a, kernel)
+            a = self.attention_conv.finish(self.o_proj(self._attend(u, width, rotary, contexts, biases)), kernel)
         x = x + a
         m = F.rms_norm(x, hidden, self.post_norm, eps)
-        if self.mlp_conv is not None:
-            m, kernel = self.mlp_conv.prepare(m, width)
+        if self.mlp_conv is None:
+            return x + self._mlp(m)
+        m, kernel = self.mlp_conv.prepare(m, width)
+        return x + self.mlp_conv.finish(self._mlp(m), kernel)
+
+    def _mlp(self, m: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(m).chunk(2, dim=-1)
-        m = self.down_proj(F.silu(gate) * up)
-        if kernel is not None:
-            m = self.mlp_conv.finish(m, kernel)
-        return x + m
+        return self.down_proj(F.silu(gate) * up)
 
     def _attend(
         self, u: torch.Tensor, width: int, rotary: Rotary, contexts: Sequence[DraftContext], biases: "_Biases"

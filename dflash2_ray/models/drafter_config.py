@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash2_ray.config import DrafterFacts
 from dflash2_ray.errors import CheckpointError
-from dflash2_ray.models.source import read_config
+from dflash2_ray.models.source import display_name, read_config
 
 logger = logging.getLogger(__name__)
 _DFLASH2 = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel"}
@@ -161,7 +161,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         raise keys.error(f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})")
     cap = keys.get("final_logit_softcapping")
     return DrafterConfig(
-        name=folder.name if folder.name != "drafter" else f"{folder.parent.name}/{folder.name}",
+        name=display_name(folder),
         architecture=architecture,
         speculators_format=speculators,
         num_layers=num_layers,

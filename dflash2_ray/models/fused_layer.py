@@ -8,6 +8,7 @@ Shapes: T rows, H hidden, N query heads, K KV heads, D head size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,14 +33,14 @@ class AttentionOptions:
     window: int | None
 
 
-def can_fuse(layer: nn.Module) -> bool:
+def can_fuse(layer: Any) -> bool:
     """Whether the layer has exactly the parts that `FusedLayer` knows."""
     owners = {name.rpartition(".")[0] for name, _ in layer.named_parameters()}
     return owners >= _PARTS and owners <= _PARTS | _OPTIONAL_PARTS and hasattr(layer.mlp, "act_fn")
 
 
-def _eps(norm: nn.Module) -> float:
-    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6))
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 class FusedLayer(nn.Module):
@@ -47,7 +48,7 @@ class FusedLayer(nn.Module):
 
     def __init__(
         self,
-        layer: nn.Module,
+        layer: Any,
         weights: Mapping[str, torch.Tensor],
         options: AttentionOptions,
         head_dim: int,
@@ -62,7 +63,7 @@ class FusedLayer(nn.Module):
         self.o_proj = PackedLinear(weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
         self.gate_up = PackedLinear(*_stacked(weights, "mlp.", ("gate_proj", "up_proj")))
         self.down_proj = PackedLinear(weights["mlp.down_proj.weight"], weights.get("mlp.down_proj.bias"))
-        self.act_fn = layer.mlp.act_fn
+        self.act_fn: Any = layer.mlp.act_fn
         self.input_norm = weights["input_layernorm.weight"].to(activations)
         self.post_norm = weights["post_attention_layernorm.weight"].to(activations)
         self.norm_eps = _eps(layer.input_layernorm)

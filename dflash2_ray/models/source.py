@@ -77,7 +77,7 @@ def read_target_facts(folder: Path) -> TargetFacts:
     config = load_target_config(folder)
     heads = config.num_attention_heads
     return TargetFacts(
-        name=_display_name(folder),
+        name=display_name(folder),
         architecture=(raw.get("architectures") or ["?"])[0],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -122,10 +122,12 @@ def load_target_config(folder: Path) -> Any:
     return config
 
 
-def _display_name(folder: Path) -> str:
+def display_name(folder: Path) -> str:
+    """What a checkpoint in `folder` is called: its hub id, else the folder's own name."""
     folder = Path(folder)
-    if folder == BUILT_IN["embedded"]:
-        return "dflash2-embedded"
+    built_in = {path: name for name, path in BUILT_IN.items()}
+    if folder in built_in:
+        return f"dflash2-{built_in[folder]}"
     parts = folder.resolve().parts
     hub = next((part for part in parts if part.startswith("models--")), None)  # …/models--owner--name/snapshots/<commit>
     return hub.removeprefix("models--").replace("--", "/") if hub else folder.resolve().name

@@ -42,7 +42,7 @@ class PagedContext:
 
 
 def paged_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

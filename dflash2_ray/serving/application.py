@@ -1,6 +1,7 @@
 """The Serve application: an ingress deployment in front of a unit deployment."""
 
 import os
+from typing import Any
 
 import ray
 from ray import serve
@@ -22,7 +23,7 @@ def build_application(config: ServiceConfig) -> Application:
     check_offered(config)
     in_flight = config.max_num_seqs + config.max_queued_requests
     placement = place_unit(config, _num_gpus())
-    unit = serve.deployment(
+    unit: Any = serve.deployment(
         Unit,
         name=UNIT_DEPLOYMENT,
         num_replicas=config.num_replicas,
@@ -34,7 +35,7 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
     )
-    ingress = serve.deployment(
+    ingress: Any = serve.deployment(
         serve.ingress(build_api)(Ingress),
         name="ingress",
         num_replicas=config.num_ingress_replicas,
@@ -43,7 +44,8 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    return ingress.bind(config, unit.bind(config, dict(placement.rank_bundle)), _http_url())
+    application: Application = ingress.bind(config, unit.bind(config, dict(placement.rank_bundle)), _http_url())
+    return application
 
 
 def _num_gpus() -> float:

@@ -7,7 +7,7 @@ def banner(facts: dict[str, Any], url: str) -> str:
     """`facts`: what the unit says of itself; `url`: where HTTP listens."""
     config = facts["config"]
     tokens = config["num_speculative_tokens"]
-    drafter = f"{config['drafter'] or 'embedded'} ({config['drafter_placement']})" if tokens else "none (plain decoding)"
+    drafter = f"{config['drafter']} ({config['drafter_placement']})" if tokens else "none (plain decoding)"
     capacity = config["num_kv_pages"] * config["page_size"]
     lines = [
         f"dflash2_ray serves {facts['model']} at {url}",

@@ -47,7 +47,7 @@ def request_id_of(request: Request) -> str:
 class Ingress:
     """The routes. Serve builds it with the unit's handle; `serving.application` wraps it as the ingress deployment."""
 
-    async def __init__(self, config: ServiceConfig, unit: Any, http_url: str) -> None:
+    async def __init__(self, config: ServiceConfig, unit: Any, http_url: str) -> None:  # type: ignore[misc]
         self._config = config
         self._client = Client.from_handle(unit, config.generation_config)
         facts = await self._client.describe()
@@ -217,10 +217,10 @@ async def _merged(
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index = pending.pop(task)
-                chunk = task.result()
-                if chunk is not None:
+                following = task.result()
+                if following is not None:
                     pending[asyncio.ensure_future(anext(streams[index], None))] = index
-                    yield index, chunk
+                    yield index, following
     finally:
         for task in pending:
             task.cancel()

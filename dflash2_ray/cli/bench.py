@@ -1,0 +1,132 @@
+"""`dflash2-ray bench`: does speculation pay here? Plain against speculative, side by side, at several concurrencies.
+
+Both variants run the same prompts in the same engine, in turns whose order alternates, so that a machine that slows down slows
+both; medians are over the turns.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from dflash2_ray.cli.settings import (
+    SETTINGS_HELP,
+    build_engine,
+    console,
+    messages,
+    prompt_ids,
+    read_prompts,
+    write_json,
+)
+from dflash2_ray.core.generation import Generation
+from dflash2_ray.errors import ConfigError
+
+
+def bench(
+    settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, as a list.")] = "1,4,16",
+    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON {kind: [texts]}, a JSON list, or one per line.")] = None,
+    kind: Annotated[str, typer.Option(help="Kind of the prompts to use.")] = "chat",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per turn (at least the concurrency).")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer (ends of text are ignored).")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns per variant.")] = 3,
+    json_path: Annotated[str, typer.Option("--json", help="Write all figures to this file (- for standard output).")] = "",
+) -> None:
+    """Measure plain against speculative decoding: TTFT, time per output token, tokens/s, acceptance by position."""
+    levels = _levels(concurrency)
+    engine = build_engine(settings or [], max_num_seqs=max(levels))
+    known = read_prompts(prompts)
+    chosen = [one for one in known if prompts is not None or one[0] == kind]
+    if not chosen:
+        raise ConfigError(f"--kind: expected one of {', '.join(sorted({one[0] for one in known}))}, got {kind!r}")
+    ids = prompt_ids(engine, chosen, max_tokens)
+    variants = {"plain": 0}
+    if engine.config.num_speculative_tokens:
+        variants["speculative"] = engine.config.num_speculative_tokens
+    else:
+        messages.print("[yellow]note:[/] no drafter: only plain decoding is measured")
+    rows = []
+    with Progress(console=messages, transient=True) as bars:
+        task = bars.add_task("bench", total=len(levels) * repeats * len(variants))
+        for level in levels:
+            picked = [ids[index % len(ids)] for index in range(max(num_prompts, level))]
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+            for turn in range(repeats):
+                order = list(variants) if turn % 2 == 0 else list(reversed(variants))
+                for name in order:
+                    bars.update(task, description=f"concurrency {level}, {name}")
+                    options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "seed": turn}
+                    started = time.perf_counter()
+                    results = engine.generate(
+                        prompt_token_ids=picked, max_in_flight=level, num_speculative_tokens=variants[name], **options
+                    )
+                    runs[name].append(_figures(results, time.perf_counter() - started))
+                    bars.advance(task)
+            rows.append(_row(level, runs))
+    _show(rows)
+    if json_path:
+        write_json(json_path, {"config": engine.config.as_dict(), "max_tokens": max_tokens, "temperature": temperature,
+                               "num_prompts": num_prompts, "repeats": repeats, "results": rows})
+
+
+def _levels(text: str) -> list[int]:
+    try:
+        levels = [int(part) for part in text.split(",")]
+    except ValueError:
+        levels = []
+    if not levels or min(levels) < 1:
+        raise ConfigError(f"--concurrency: expected numbers from 1 with commas between them, got {text!r}")
+    return levels
+
+
+def _figures(results: Sequence[Generation], wall_s: float) -> dict[str, Any]:
+    """One turn: medians over requests, tokens over wall time, acceptance over all steps."""
+    timing = [result.metrics["timing"] for result in results]
+    stats = [result.metrics["speculative_decoding"] for result in results]
+    steps = sum(one["num_spec_steps"] for one in stats)
+    by_position = [sum(column) for column in zip(*(one["accepted_per_position"] for one in stats), strict=True)]
+    return {
+        "ttft_s": statistics.median(one["time_to_first_token_s"] for one in timing),
+        "tpot_s": statistics.median(one["time_per_output_token_s"] for one in timing),
+        "tokens_per_s": sum(result.usage.completion_tokens for result in results) / wall_s,
+        "acceptance_length": 1 + sum(one["num_accepted_draft_tokens"] for one in stats) / steps if steps else None,
+        "acceptance_by_position": [count / steps for count in by_position] if steps else [],
+    }
+
+
+def _row(level: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"concurrency": level}
+    for name, turns in runs.items():
+        row[name] = {key: statistics.median(turn[key] for turn in turns) for key in ("ttft_s", "tpot_s", "tokens_per_s")}
+        row[name] |= {key: turns[0][key] for key in ("acceptance_length", "acceptance_by_position")}
+        row[name]["turns_tokens_per_s"] = [turn["tokens_per_s"] for turn in turns]
+    if "speculative" in runs:
+        pairs = zip(runs["plain"], runs["speculative"], strict=True)
+        row["speedup"] = statistics.median(fast["tokens_per_s"] / plain["tokens_per_s"] for plain, fast in pairs)
+    return row
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table("concurrency", "variant", "TTFT ms", "ms/token", "tokens/s", "speed-up", "acceptance length")
+    for row in rows:
+        for name in ("plain", "speculative"):
+            if name not in row:
+                continue
+            one = row[name]
+            length = one["acceptance_length"]
+            table.add_row(
+                str(row["concurrency"]), name, f"{one['ttft_s'] * 1000:.1f}", f"{one['tpot_s'] * 1000:.2f}",
+                f"{one['tokens_per_s']:.1f}", f"{row['speedup']:.2f} ×" if name == "speculative" else "",
+                f"{length:.2f}" if length else "",
+            )
+    console.print(table)
+    for row in rows:
+        if row.get("speculative", {}).get("acceptance_by_position"):
+            shares = " ".join(f"{share:.2f}" for share in row["speculative"]["acceptance_by_position"])
+            console.print(f"accepted at slot 1, 2, … at concurrency {row['concurrency']}: {shares}", highlight=False)
