@@ -3,12 +3,15 @@
 Four back ends, chosen when a weight is packed, by what the machine can do:
 
 * `onednn`   weights in oneDNN's own order (fp32; bf16 on CPUs with native bf16): two to three times faster than the plain
-             product at few rows. Private torch operators, so each pack is compared with the plain product first.
+             product at few rows. Private torch operators, so each pack is compared with the plain product first. The bf16
+             product rounds its input and output to bf16, sums in fp32, and is fastest at four rows: fewer are padded.
 * `fp16`     bf16 weights on a CPU without native bf16: FBGEMM's fp16-stored weights with fp32 activations and accumulation.
              A bf16 value has 8 significant bits and fits fp16's 11 exactly once the matrix is scaled by a power of two;
              where it does not (values spread over more than 2^31) the matrix is kept in fp32. Stock bf16 products cost
              time in proportion to the rows there, this one reads half the bytes of fp32.
 * `plain`    `F.linear`, on GPUs and wherever nothing better is proven; never fewer than two rows on a CPU.
+
+On a CPU activations are fp32 whatever the weights are: norms, rotary and attention cost less than in bf16 there, and lose less.
 
 Products of one row, and in FBGEMM row counts that leave a remainder of one or two, run other inner loops and differ in the last
 bit; `padded_rows` names the next count that does not. It must not know models. Shapes: T rows.
@@ -23,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
+_FAST_BF16_ROWS = 4
 _FP16_LARGEST_EXPONENT = 14  # the largest weight is scaled to [2^14, 2^15)
 
 
@@ -33,16 +37,14 @@ def has_native_bf16() -> bool:
 
 
 def compute_dtype(dtype: str, device: str) -> torch.dtype:
-    """Type of activations: bf16 where products run in it natively, else fp32 (then bf16 is a type of weights only)."""
-    if dtype == "bfloat16" and (device != "cpu" or has_native_bf16()):
-        return torch.bfloat16
-    return torch.float32
+    """Type of activations: fp32 on a CPU, where bf16 is a type of weights (and of a product's input and output)."""
+    return torch.bfloat16 if dtype == "bfloat16" and device != "cpu" else torch.float32
 
 
 class PackedLinear(nn.Module):
     """`y = x @ weight.T + bias` with weight [out, in] packed once. forward: x [T, in] → [T, out], type of activations.
 
-    The weight may be given in bf16 or fp32; activations are `compute_dtype`. `backend` says what serves it.
+    The weight may be given in bf16 or fp32; activations are of `compute_dtype`. `backend` says what serves it.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -55,46 +57,62 @@ class PackedLinear(nn.Module):
 
 
 def _pack(weight, bias):  # type: ignore[no-untyped-def]
-    activations = compute_dtype(str(weight.dtype).removeprefix("torch."), weight.device.type)
-    if weight.device.type == "cpu":
-        if weight.dtype == torch.bfloat16 and activations == torch.float32:
-            product = _fp16_product(weight, bias)
-            if product is not None:
-                return "fp16", product
-        weight = weight.to(activations)
-        bias = None if bias is None else bias.to(activations)
-        product = _onednn_product(weight, bias)
+    if weight.device.type != "cpu":
+        bias = None if bias is None else bias.to(weight.dtype)
+        return "plain", lambda x: F.linear(x, weight, bias)
+    bias = None if bias is None else bias.float()
+    if weight.dtype == torch.bfloat16:
+        product = _onednn_bf16_product(weight, bias) if has_native_bf16() else _fp16_product(weight, bias)
         if product is not None:
-            return "onednn", product
-        return "plain", lambda x: _two_rows(x, lambda rows: F.linear(rows, weight, bias))
-    bias = None if bias is None else bias.to(activations)
-    return "plain", lambda x: F.linear(x, weight, bias)
+            return ("onednn" if has_native_bf16() else "fp16"), product
+    weight = weight.float()
+    product = _onednn_product(weight, bias)
+    if product is not None:
+        return "onednn", product
+    return "plain", lambda x: F.linear(_at_least(x, 2), weight, bias)[: x.shape[0]]
 
 
-def _two_rows(x, product):  # type: ignore[no-untyped-def]
-    if x.shape[0] != 1:
-        return product(x)
-    return product(x.expand(2, -1).contiguous())[:1]
+def _at_least(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """x [T, n] with zero rows behind it up to num_rows."""
+    return x if x.shape[0] >= num_rows else F.pad(x, (0, 0, 0, num_rows - x.shape[0]))
 
 
 def _onednn_product(weight, bias):  # type: ignore[no-untyped-def]
-    """The product over a oneDNN-ordered copy; None when this build or CPU has none, or when it disagrees with `F.linear`."""
+    """The fp32 product over a oneDNN-ordered copy; None when this build has none, or when it disagrees with `F.linear`."""
+    operator = _onednn_operator(weight, 1e-4)
+    if operator is None:
+        return None
+    return lambda x: operator(_at_least(x, 2), bias)[: x.shape[0]]
+
+
+def _onednn_bf16_product(weight, bias):  # type: ignore[no-untyped-def]
+    """The bf16 product for fp32 activations; None as above."""
+    operator = _onednn_operator(weight, 2e-2)
+    if operator is None:
+        return None
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        y = operator(_at_least(x.to(torch.bfloat16), _FAST_BF16_ROWS), None)[: x.shape[0]].float()
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+def _onednn_operator(weight, tolerance):  # type: ignore[no-untyped-def]
+    """(x, bias) → product over the packed weight, proven against `F.linear`; None where it is missing or wrong."""
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         operator = torch.ops.mkldnn._linear_pointwise.default
         probe = torch.linspace(-1, 1, 3 * weight.shape[1], dtype=weight.dtype).reshape(3, -1)
-        got = operator(probe, packed, bias, "none", [], "").float()
-        expected = F.linear(probe.float(), weight.float(), None if bias is None else bias.float())
+        got = operator(probe, packed, None, "none", [], "").float()
+        expected = F.linear(probe.float(), weight.float())
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         logger.debug("oneDNN reordering is not available: %s", error)
         return None
-    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
     if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, expected.abs().max().item())):
         logger.warning("the oneDNN-ordered product disagrees with the plain one; using the plain one")
         return None
-    if weight.dtype == torch.float32:
-        return lambda x: operator(x, packed, bias, "none", [], "")
-    return lambda x: _two_rows(x, lambda rows: operator(rows, packed, bias, "none", [], ""))
+    return lambda x, bias: operator(x, packed, bias, "none", [], "")
 
 
 def _fp16_product(weight, bias):  # type: ignore[no-untyped-def]

@@ -92,6 +92,7 @@ class Target:
         self._model = model
         self._base = base
         self._layers: list[nn.Module] = list(base.layers)
+        self._tolerance = 1e-4  # how far a fused form may be from the untouched one, relative to the largest value
         self._options: dict[int, AttentionOptions] = {}
         self._head: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
         self._rotary = rotary
@@ -129,6 +130,7 @@ class Target:
         base.rotary_emb = type(base.rotary_emb)(config=config)
         rotary = RotaryTables(base.rotary_emb, facts.max_position_embeddings, activations, device)
         target = cls(facts, model, base, rotary, taps, device, activations)
+        target._tolerance = 1e-4 if dtype == "float32" else 5e-2
         files = TensorFiles(folder)
         _check_names(folder, files, model, tied=bool(config.tie_word_embeddings))
         steps = facts.num_layers + 1
@@ -194,8 +196,7 @@ class Target:
         except (RuntimeError, ValueError) as error:
             logger.info("layer %d cannot be fused: %s", index, error)
             return None
-        tolerance = 1e-4 if self.activations == torch.float32 else 5e-2
-        if (got - expected).abs().max() > tolerance * (1 + expected.abs().max()):
+        if (got - expected).abs().max() > self._tolerance * (1 + expected.abs().max()):
             logger.info("layer %d differs when fused; it runs as transformers wrote it", index)
             return None
         return fused
@@ -226,8 +227,7 @@ class Target:
             head.to_empty(device="meta")
         if isinstance(self._layers[0], FusedLayer):
             base.layers[0] = nn.Identity()
-        tolerance = 1e-4 if self.activations == torch.float32 else 5e-2
-        if got.shape != expected.shape or (got - expected).abs().max() > tolerance * (1 + expected.abs().max()):
+        if got.shape != expected.shape or (got - expected).abs().max() > self._tolerance * (1 + expected.abs().max()):
             raise CheckpointError(
                 f"target {self.facts.name!r} ({self.facts.architecture}): it does more to its embeddings or logits than a "
                 "plain embedding, norm and head (scaling or soft-capping); this is not offered"
