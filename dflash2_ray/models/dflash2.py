@@ -233,7 +233,7 @@ class Drafter:
         kv = self._context_kv(context).view(rows.shape[0], config.num_layers, 2, config.num_kv_heads, config.head_dim)
         keys = F.rms_norm(kv[:, :, 0], (config.head_dim,), None, config.rms_norm_eps) * self._context_norms
         rotary = Rotary.from_tables(*self._rotary.rows(positions, num_positions))
-        flat = keys.reshape(rows.shape[0], -1, config.head_dim)
+        flat = keys.reshape(rows.shape[0], config.num_layers * config.num_kv_heads, config.head_dim)
         keys = rotary.rotate(flat).view_as(keys)
         return torch.stack([keys, kv[:, :, 1] * config.value_scale], dim=2)
 

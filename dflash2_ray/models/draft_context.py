@@ -50,6 +50,7 @@ class DraftContext:
             self._homes.append((buffers[window], place))
         self._buffers = buffers
 
+    @torch.inference_mode()
     def append(self, rows: torch.Tensor) -> None:
         """Commit rows [n, layers, 2, K, D] for the next n positions (overwriting whatever a block left there)."""
         count = rows.shape[0]
@@ -65,11 +66,13 @@ class DraftContext:
             buffer.rows[start - buffer.first : stop - buffer.first] = own
         self.num_committed += count
 
+    @torch.inference_mode()
     def reserve_block(self, num_rows: int) -> None:
         """Scratch room for a draft block behind the committed rows."""
         for buffer in self._buffers.values():
             buffer.reserve(self.num_committed, self.num_committed + num_rows)
 
+    @torch.inference_mode()
     def write_block(self, layer: int, rows: torch.Tensor) -> None:
         """A block's own keys and values [B, 2, K, D] of one layer, as scratch."""
         buffer, place = self._homes[layer]

@@ -171,7 +171,10 @@ class Target:
         }
         layer.load_state_dict({key: value.to(self.activations) for key, value in weights.items()}, assign=True)
         probe = _Probe(self, layer, index)
-        expected = probe.untouched()
+        try:
+            expected = probe.untouched()
+        except RuntimeError as error:
+            raise self._unusual(f"layer {index} cannot be run as this engine runs layers ({error})") from None
         self._options[index] = probe.options
         if not fast:
             return
@@ -220,6 +223,8 @@ class Target:
             self._layers, self.taps = kept[:1], ()
             hidden, _ = self.forward(ids, rows, batch, self.allocate_cache(1, _PROBE_ROWS))
             got = self.logits(hidden)
+        except RuntimeError as error:
+            raise self._unusual(f"the whole model cannot be run as this engine runs it ({error})") from None
         finally:
             base.layers, model.config.num_hidden_layers = layers, depth
             self._layers, self.taps = kept, taps
@@ -228,10 +233,13 @@ class Target:
         if isinstance(self._layers[0], FusedLayer):
             base.layers[0] = nn.Identity()
         if got.shape != expected.shape or (got - expected).abs().max() > self._tolerance * (1 + expected.abs().max()):
-            raise CheckpointError(
-                f"target {self.facts.name!r} ({self.facts.architecture}): it does more to its embeddings or logits than a "
-                "plain embedding, norm and head (scaling or soft-capping); this is not offered"
-            )
+            raise self._unusual("it does more to its embeddings or logits than a plain embedding, norm and head do")
+
+    def _unusual(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"target {self.facts.name!r} ({self.facts.architecture}): {what}; models with scaled embeddings, soft-capped "
+            "logits or other extras are not offered"
+        )
 
     # ---- running ------------------------------------------------------------------------------------------------
 

@@ -202,7 +202,7 @@ def test_b18_b19_batch_equals_each_alone(tmp_path, options, dflash2):
     save_drafter(tmp_path, dflash2=dflash2, **options)
     ours = Ours(tmp_path)
     lengths, anchors = [3, 40, 17, 1], [5, 6, 7, 8]
-    contexts = [ours.context(features_of(n, seed=n), n // 2) for n in lengths]
+    contexts = [ours.context(features_of(n, seed=n), (n + 1) // 2) if n > 1 else ours.context(features_of(n, seed=n)) for n in lengths]
     together = ours.drafter.block_hidden(anchors, contexts, 4)
     drafts = ours.drafter.draft(anchors, contexts, 4, [0.0] * 4)
     for r, context in enumerate(contexts):
@@ -324,7 +324,8 @@ def test_b16_selector_rank_8_top_4_written_out(tmp_path, ties):
     save_drafter(tmp_path, edit=edit)
     share = make_share()
     if ties:
-        share = TargetShare(share.embedding, lambda hidden: (hidden @ share.head_weight.T).clamp(max=0.5), None, V, H, TARGET_LAYERS)
+        head = share.head_weight
+        share = TargetShare(share.embedding, lambda hidden: (hidden @ head.T).clamp(max=0.5), None, V, H, TARGET_LAYERS)
     ours = Ours(tmp_path, share)
     state = load_file(tmp_path / "model.safetensors")
     tables = [state[f"candidate_selector.{name}_codebook.weight"].double() for name in ("predecessor", "successor")]

@@ -365,9 +365,9 @@ def test_tap_beyond_the_model(saved):
     [
         (lambda: Gemma2Config(**SHAPE, head_dim=16), "soft-cap|scaling"),
         (lambda: Gemma2Config(**SHAPE, head_dim=16, attn_logit_softcapping=None), "soft-cap|scaling"),
-        (lambda: GraniteConfig(**SHAPE, embedding_multiplier=3.0), "scaling or soft-capping"),
-        (lambda: GraniteConfig(**SHAPE, logits_scaling=2.0), "scaling or soft-capping"),
-        (lambda: CohereConfig(**SHAPE, logit_scale=0.25), "scaling or soft-capping"),
+        (lambda: GraniteConfig(**SHAPE, embedding_multiplier=3.0), "not offered"),
+        (lambda: GraniteConfig(**SHAPE, logits_scaling=2.0), "not offered"),
+        (lambda: CohereConfig(**SHAPE, logit_scale=0.25), "not offered"),
     ],
     ids=["gemma2", "gemma2 without score caps", "granite embeddings", "granite logits", "cohere"],
 )
