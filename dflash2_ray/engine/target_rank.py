@@ -4,6 +4,7 @@ Ray is called for its life cycle only; requests and deltas travel over a framed 
 and the drafter runs inside it (`colocated`).
 """
 
+import os
 import secrets
 import threading
 from typing import Any
@@ -55,7 +56,7 @@ class TargetRank:
 
     def describe(self) -> dict[str, Any]:
         """What runs, and how full it is."""
-        return dict(self._server.loop.describe())
+        return {**self._server.loop.describe(), "rank_pids": [os.getpid()]}
 
     def stop(self) -> None:
         """End `run`."""

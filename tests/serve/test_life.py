@@ -1,0 +1,155 @@
+"""Cancellation, overload, the Python client, and the loss of a rank, on a real service."""
+
+import json
+import os
+import signal
+
+import httpx
+import pytest
+
+LONG = {"prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+class Stream:
+    """An open event stream that is left when the test says so."""
+
+    def __init__(self, service, **changes):
+        self._http = httpx.Client(base_url=service.url, timeout=120)
+        self._context = self._http.stream("POST", "/v1/completions", json={**LONG, **changes})
+        self.response = self._context.__enter__()
+        self.lines = self.response.iter_lines()
+
+    def first(self):
+        return next(line for line in self.lines if line)
+
+    def leave(self):
+        self._context.__exit__(None, None, None)
+        self._http.close()
+
+
+def test_a_client_that_leaves_frees_its_request(idle):
+    stream = Stream(idle)
+    assert stream.first().startswith("data: {")
+    idle.wait_for(lambda info: info["num_requests_running"] == 1)
+    stream.leave()
+    info = idle.wait_for(lambda info: info["num_requests_running"] == 0)
+    assert info["num_free_pages"] == info["num_pages"]
+
+
+def test_a_client_that_leaves_the_queue_frees_its_place(idle):
+    import threading
+
+    runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
+    for runner in runners:
+        runner.first()
+    queued = httpx.Client(base_url=idle.url, timeout=120)
+    waiting = threading.Thread(target=_quietly, args=(queued,), daemon=True)
+    waiting.start()
+    idle.wait_for(lambda info: info["num_requests_waiting"] == 1)
+    queued.close()  # before its first token: it has not even got headers
+    info = idle.wait_for(lambda info: info["num_requests_waiting"] == 0)
+    assert info["num_requests_running"] == len(runners)
+    for runner in runners:
+        runner.leave()
+    waiting.join(30)
+
+
+def _swallow(client):
+    with client.stream("POST", "/v1/completions", json=LONG) as response:
+        for _ in response.iter_lines():
+            pass
+
+
+def test_a_full_queue_is_a_429(idle):
+    import threading
+
+    runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
+    for runner in runners:
+        runner.first()
+    clients = [httpx.Client(base_url=idle.url, timeout=120) for _ in range(idle.settings["max_queued_requests"])]
+    threads = [threading.Thread(target=_quietly, args=(client,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    idle.wait_for(lambda info: info["num_requests_waiting"] == len(clients))
+    for stream in (False, True):
+        answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": stream})
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert int(answer.headers["retry-after"]) >= 1
+    for runner in runners:
+        runner.leave()
+    for client in clients:
+        client.close()
+    for thread in threads:
+        thread.join(60)
+
+
+def _quietly(client):
+    try:
+        _swallow(client)
+    except (httpx.HTTPError, RuntimeError, OSError):
+        return
+
+
+def test_client_answers_like_the_engine(idle, engine, run_async):
+    from dflash2_ray import Client
+    from dflash2_ray.errors import InvalidRequest
+
+    client = Client()
+    prompts = ["def add(a, b):\n", "Once upon a time"]
+    expected = engine.generate(prompts, temperature=0, max_tokens=24)
+    got = client.generate(prompts, temperature=0, max_tokens=24)
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    assert [one.text for one in got] == [one.text for one in expected]
+    assert got[1].metrics["speculative_decoding"]["acceptance_histogram"] == (
+        expected[1].metrics["speculative_decoding"]["acceptance_histogram"]
+    )
+    chat = [{"role": "user", "content": "Spell the word \"cake\"."}]
+    (reference,) = engine.chat(chat, temperature=0.8, seed=3, max_tokens=30)
+    (answer,) = client.generate(messages=chat, temperature=0.8, seed=3, max_tokens=30)
+    assert answer.token_ids == reference.token_ids
+    pieces = list(client.stream(messages=chat, temperature=0.8, seed=3, max_tokens=30))
+    assert "".join(piece.text for piece in pieces) == reference.text
+    assert pieces[-1].generation.token_ids == reference.token_ids
+    with pytest.raises(InvalidRequest, match="temperature"):
+        client.generate("x", temperature=-1)
+    with pytest.raises(InvalidRequest, match="9999"):
+        client.generate(prompt_token_ids=[9999])
+    with pytest.raises(InvalidRequest, match="unknown sampling option 'temprature'"):
+        client.generate("x", temprature=1)
+
+    async def asynchronous():
+        both = await client.agenerate(prompts, temperature=0, max_tokens=24)
+        streamed = [chunk async for chunk in client.astream(prompts[0], temperature=0, max_tokens=24)]
+        return both, streamed
+
+    both, streamed = run_async(asynchronous())
+    assert [one.token_ids for one in both] == [one.token_ids for one in expected]
+    assert streamed[-1].generation.token_ids == expected[0].token_ids
+
+
+def test_closing_a_client_stream_cancels(idle):
+    from dflash2_ray import Client
+
+    stream = Client().stream("Once upon a time", max_tokens=2000, ignore_eos=True)
+    next(stream)
+    idle.wait_for(lambda info: info["num_requests_running"] == 1)
+    stream.close()
+    idle.wait_for(lambda info: info["num_requests_running"] == 0)
+
+
+def test_a_killed_rank_ends_streams_with_an_error_and_is_replaced(idle):
+    before = idle.http.get("/server_info").json()
+    stream = Stream(idle)
+    stream.first()
+    os.kill(before["rank_pids"][0], signal.SIGKILL)
+    rest = [line for line in stream.lines if line]
+    stream.leave()
+    assert rest[-1] == "data: [DONE]"
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert "SIGKILL" not in error["message"]
+    after = idle.wait_for(lambda info: info["rank_pids"] != before["rank_pids"], patience_s=120)
+    assert after["num_requests_running"] == 0
+    answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "temperature": 0})
+    assert answer.status_code == 200

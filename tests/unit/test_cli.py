@@ -1,0 +1,104 @@
+"""The command line as its user meets it: help, results on standard output, errors on standard error, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = str(Path(sys.executable).with_name("dflash2-ray"))
+
+
+def run(*words, **changes):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **changes}
+    return subprocess.run([COMMAND, *words], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_help_names_every_command():
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("check", "generate", "chat", "bench", "verify"):
+        assert command in done.stdout
+    assert "max_num_seqs" in run("check", "--keys").stdout
+
+
+def test_check_resolves_without_loading(tmp_path):
+    done = run("check", "max_num_seqs=3", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["config"]["max_num_seqs"] == 3
+    assert report["config"]["num_speculative_tokens"] == 7
+    assert report["target"]["num_layers"] == 6
+    assert report["drafter"]["draft_block_size"] == 8
+    assert {name for name, _ in report["memory"]} == {"target weights", "drafter weights", "key/value pages"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["dtyp=float32"], "did you mean 'dtype'"),
+        (["max_num_seqs=x"], "max_num_seqs"),
+        (["target=/no/such/folder"], "/no/such/folder"),
+        (["target=nobody/nothing"], "nobody/nothing"),
+        (["drafter=embedded"], "drafter"),
+        (["num_speculative_tokens=9"], "at most 7, got 9"),
+        (["max_model_len=4096"], "2048"),
+        (["num_kv_pages=3"], "num_kv_pages"),
+        (["device=cuda"], "device"),
+        (["word"], "KEY=VALUE"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "verify"])
+def test_a_bad_configuration_exits_with_2_and_one_line(command, settings, says):
+    done = run(command, *settings)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_generate_writes_only_the_text_to_standard_output():
+    done = run("generate", "def add(a, b):\n", "dtype=float32", "--temperature", "0", "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert "acceptance length" in done.stderr
+    assert "tokens" not in done.stdout
+    plain = run("generate", "def add(a, b):\n", "dtype=float32", "--temperature", "0", "--max-tokens", "12", "--num-speculative-tokens", "0")
+    assert plain.stdout == done.stdout
+    assert "plain decoding" in plain.stderr
+
+
+def test_a_refused_request_exits_with_1():
+    done = run("generate", "", "dtype=float32")
+    assert done.returncode == 1
+    assert "no token" in done.stderr
+    assert run("generate", "a", "--temperature", "-1").returncode == 1
+
+
+def test_verify_and_bench_report(tmp_path):
+    report = tmp_path / "verify.json"
+    done = run("verify", "dtype=float32", "--num-prompts", "6", "--max-tokens", "24", "--json", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    runs = json.loads(report.read_text())["runs"]
+    assert [one["num_equal"] for one in runs] == [6, 6, 6]
+    assert runs[1]["num_accepted_draft_tokens"] > 0
+    done = run("bench", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout[done.stdout.index("{") :])["results"]
+    assert [row["concurrency"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["speculative"]["acceptance_length"] > 1.5
+        assert len(row["speculative"]["acceptance_by_position"]) == 7
+        assert row["speedup"] > 0
+
+
+def test_prompts_from_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("def f(x):\nimport os\n")
+    done = run("verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8")
+    assert "2 of 2 texts" in done.stdout
+    missing = run("verify", "--prompts", str(tmp_path / "none.json"))
+    assert missing.returncode == 2
+    assert "none.json" in missing.stderr
