@@ -214,8 +214,8 @@ class Drafter:
         self._mask_embedding = mask_embedding
         self._embedding = _own_or_shared(tensors, "embed_tokens.weight", share.embedding, share.vocab_size)
         self.owns_head, self._head = _head(config, tensors, share)
-        self._target_ids = _target_ids(config, tensors)
-        self.num_candidates = config.selector_top_k or min(DFLASH1_CANDIDATES, share.vocab_size)
+        self._target_ids = _target_ids(config, tensors, share.vocab_size)
+        self.num_candidates = config.selector_top_k or min(DFLASH1_CANDIDATES, share.vocab_size, config.draft_vocab_size)
 
     # ---- context ------------------------------------------------------------------------------------------------
 
@@ -349,11 +349,14 @@ def _rotary_module(config: DrafterConfig) -> nn.Module:
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    shape = Qwen3Config(
-        hidden_size=config.hidden_size, num_attention_heads=config.num_heads, head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope),
-    )
-    return Qwen3RotaryEmbedding(shape)
+    try:
+        shape = Qwen3Config(
+            hidden_size=config.hidden_size, num_attention_heads=config.num_heads, head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope),
+        )
+        return Qwen3RotaryEmbedding(shape)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"drafter: rope parameters {config.rope}: not usable: {error!r}") from None
 
 
 def _stacked(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -393,6 +396,8 @@ def _mask_embedding(folder: Path, config: DrafterConfig, dtype: torch.dtype, dev
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise CheckpointError(f"{path}: not readable: {error}") from None
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path}: expected a dictionary with `embedding`, got {type(stored).__name__}")
     if stored.get("per_position") is not None:
         raise CheckpointError(f"{path}: per_position embeddings are not offered")
     if stored.get("mask_token_id", config.mask_token_id) != config.mask_token_id:
@@ -427,11 +432,12 @@ def _head(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], share: Tar
     return True, lambda hidden: packed(hidden).float()
 
 
-def _target_ids(config: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _target_ids(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], vocab_size: int) -> torch.Tensor | None:
     """Draft id → target id of a pruned vocabulary (`d2t` holds the differences)."""
     if config.draft_vocab_size == config.vocab_size:
         return None
     ids = torch.arange(config.draft_vocab_size, device=tensors["d2t"].device) + tensors["d2t"].to(torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise CheckpointError(f"drafter: tensor d2t points outside the vocabulary of {config.vocab_size}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise CheckpointError(f"drafter: tensor d2t: expected ids of the target vocabulary of {vocab_size}, got ids {low} to {high}")
     return ids

@@ -135,7 +135,7 @@ def _check_optional(
         raise CheckpointError(f"{where}d2t: expected shape {[config.draft_vocab_size]}, got {list(stored['d2t'])}")
     for name, least in (("lm_head.weight", config.draft_vocab_size if own_map else target_vocab_size), ("embed_tokens.weight", target_vocab_size)):
         shape = stored.get(name)
-        if shape is not None and (shape[0] < least or shape[1] != config.hidden_size):
+        if shape is not None and (len(shape) != 2 or shape[0] < least or shape[1] != config.hidden_size):
             raise CheckpointError(f"{where}{name}: expected shape {[least, config.hidden_size]}, got {list(shape)}")
 
 

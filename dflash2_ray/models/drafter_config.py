@@ -159,7 +159,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     num_kv_heads = shape.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise keys.error(f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})")
-    cap = keys.get("final_logit_softcapping")
+    cap = keys.number("final_logit_softcapping", 0.0)
     return DrafterConfig(
         name=display_name(folder),
         architecture=architecture,
@@ -191,7 +191,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         selector_top_k=sizes["selector_top_k"],
         embedding_scale=1.0 if speculators else keys.number("input_embedding_scale", 1.0),
         output_multiplier=1.0 if speculators else keys.number("output_multiplier", 1.0),
-        softcap=float(cap) if cap is not None and not speculators and float(cap) > 0 else None,
+        softcap=cap if cap > 0 and not speculators else None,
     )
 
 
@@ -218,6 +218,8 @@ def _refuse_variants(keys: _Keys) -> None:
         raise keys.error("sample_from_anchor=true (the drafter's row j predicts position j + 1) is another layout; expected false")
     if keys.get("use_aux_hidden_state", True) is False:
         raise keys.error("use_aux_hidden_state=false (no `fc`) is not offered; expected true")
+    if keys.get("quantization_config"):
+        raise keys.error("config key quantization_config: quantized weights are not offered; expected bfloat16 or float32")
     projector = keys.get("projector_type")
     if projector not in (None, "dflash", "dflash2", "linear"):
         raise keys.error(f"config key projector_type: {projector!r} is another drafter family; expected none")
@@ -236,7 +238,10 @@ def _check_dflash2_sizes(keys: _Keys, sizes: Mapping[str, int], hidden: int, voc
 
 
 def _check_proposal_method(keys: _Keys, raw: Mapping[str, Any], block: int) -> None:
-    for method in (raw.get("speculators_config") or {}).get("proposal_methods") or []:
+    speculators = raw.get("speculators_config") or {}
+    if not isinstance(speculators, dict):
+        raise keys.error(f"config key speculators_config: expected an object, got {speculators!r}")
+    for method in speculators.get("proposal_methods") or []:
         tokens = method.get("speculative_tokens")
         if tokens is not None and tokens != block - 1:
             raise keys.error(f"speculative_tokens: expected block_size - 1 = {block - 1}, got {tokens}")
@@ -262,11 +267,15 @@ def _mask_token_id(keys: _Keys) -> int:
 
 def _rope(keys: _Keys, shape: _Keys, backbone: Mapping[str, Any]) -> dict[str, Any]:
     """transformers' `rope_parameters`; a rotation over the full head, whatever the target's own config carried along."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(backbone.get(name) or {}, dict):
+            raise keys.error(f"config key {name}: expected an object, got {backbone[name]!r}")
     rope = dict(backbone.get("rope_parameters") or {})
-    legacy = backbone.get("rope_scaling")
-    if isinstance(legacy, dict):
+    legacy = dict(backbone.get("rope_scaling") or {})
+    if legacy:
         rope = {**legacy, **rope}
-        rope.setdefault("rope_type", legacy.get("type", "default"))
+        kind = legacy.get("type", "default")
+        rope.setdefault("rope_type", "default" if kind == "mrope" else kind)  # mrope: copied from a multimodal target
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", shape.get("rope_theta", 1_000_000.0))
     for name in [key for key in rope if key.startswith("mrope") or key in ("partial_rotary_factor", "type")]:

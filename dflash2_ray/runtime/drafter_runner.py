@@ -97,8 +97,12 @@ class DrafterRunner:
             rows = message.rows[offset : offset + span.num_rows]
             offset += span.num_rows
             request = self._current(span.request_id, span.epoch)
-            if request is not None:
-                request.pending.append((span.first_position, rows))
+            if request is None:
+                continue
+            if span.first_position < request.base_len:  # sent again: what lies behind base_len may be rejected tokens
+                self.counters["stale_rows"] += 1
+                continue
+            request.pending.append((span.first_position, rows))
 
     def _commit(self, message: Commit, ready: list[tuple[_Drafted, int, torch.Tensor]]) -> None:
         request = self._current(message.request_id, message.epoch)

@@ -60,14 +60,13 @@ class Probe:
         count = rows.num_drafts[0]
         thresholds = []
         for slot in range(count):
-            others = [0.0 if rule == "standard" and j < slot else LAST for j in range(count)]
-            if rule == "standard":
-                others[slot + 1 :] = [0.0] * (count - slot - 1)
+            # standard: the tests before must pass to reach this one; block: all others fail, so that this one shows (one
+            # that passes even at LAST hides it, and then it does not matter)
+            others = [0.0 if rule == "standard" else LAST] * count
             low, high = 0, GRID  # passes below `low`, fails from `high` on
             while low < high:
                 middle = (low + high) // 2
                 noise = [*others[:slot], middle / GRID, *others[slot + 1 :]]
-                # under the block rule a later test that passes at LAST hides this one, and then this one does not matter
                 if self.accepted(logits, rows, rule, noise) > slot:
                     low = middle + 1
                 else:
