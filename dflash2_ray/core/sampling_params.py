@@ -3,7 +3,6 @@
 Nothing behind this file re-checks a value. It must not know tensors, tokenizers or HTTP.
 """
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -79,8 +78,8 @@ class SamplingParams:
 
 def _number(params: SamplingParams, name: str, low: float, high: float, *, low_open: bool = False) -> None:
     value = getattr(params, name)
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value > high or value < low or (low_open and value == low):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (low_open and value == low):  # NaN fails the comparison
         bracket = "(" if low_open else "["
         raise InvalidRequest(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}", param=name)
 

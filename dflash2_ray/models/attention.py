@@ -9,6 +9,7 @@ Shapes: T rows of the flat batch, N query heads, K KV heads, G = N / K, D head s
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,14 +20,12 @@ MAX_QUERY_ROWS = 256  # bounds the score matrix of a long prefill chunk
 
 @dataclass(frozen=True)
 class KVCache:
-    """keys[i], values[i]: [num_pages * page_size, K, D] of layer i."""
+    """layers[i]: [num_pages * page_size, 2, K, D], keys and values of layer i."""
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    layers: list[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     """Rows `start … stop - 1` attend to cache rows `where` (a slice, or indices); `bias` is added to the scores of the
     last columns: [G * rows, columns], None where every row sees every key."""
 
@@ -109,39 +108,34 @@ def _windowed_bias(
 
 
 def attend(
-    plan: AttentionPlan,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    window: int | None = None,
+    plan: AttentionPlan, query: torch.Tensor, cache: torch.Tensor, scaling: float, window: int | None = None
 ) -> torch.Tensor:
-    """query [T, N, D] against the cache rows of one layer, keys and values [slots, K, D] → [T, N * D].
+    """query [P, N, D], P ≥ T, against one layer's cache [slots, 2, K, D] → [P, N * D]; rows from T on are zero.
 
     The step's own keys and values must be stored already.
     """
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads = keys.shape[1]
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
-    query = query * scaling
-    outputs = []
-    for run in plan.runs[window]:
-        rows = run.stop - run.start
-        own = query[run.start : run.stop].view(rows, num_kv_heads, groups, head_dim)
-        folded = own.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * rows, head_dim)
-        key, value = keys[run.where], values[run.where]
-        scores = torch.bmm(folded, key.permute(1, 2, 0))
-        if run.bias is not None:
-            scores[:, :, scores.shape[2] - run.bias.shape[1] :] += run.bias
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-        out = torch.bmm(weights, value.transpose(0, 1))
-        outputs.append(
-            out.view(num_kv_heads, groups, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, num_heads * head_dim)
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    query = (query * scaling).view(num_rows, num_kv_heads, groups, head_dim)
+    out = torch.zeros_like(query) if num_rows > plan.slots.shape[0] else torch.empty_like(query)
+    keys, values = cache[:, 0].permute(1, 2, 0), cache[:, 1].transpose(0, 1)  # [K, D, slots], [K, slots, D]
+    for start, stop, where, bias in plan.runs[window]:
+        rows = stop - start
+        one = rows == 1
+        folded = query[start] if one else query[start:stop].permute(1, 2, 0, 3).reshape(num_kv_heads, groups * rows, head_dim)
+        scores = torch.bmm(folded, keys[:, :, where])
+        if bias is not None:
+            scores[:, :, scores.shape[2] - bias.shape[1] :] += bias
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+        if one:
+            torch.bmm(weights, values[:, where], out=out[start])
+        else:
+            mixed = torch.bmm(weights, values[:, where]).view(num_kv_heads, groups, rows, head_dim)
+            out[start:stop] = mixed.permute(2, 0, 1, 3)
+    return out.view(num_rows, num_heads * head_dim)
 
 
-def store(plan: AttentionPlan, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a step's key and value rows [T, K, D] into one layer's cache."""
-    keys.index_copy_(0, plan.slots, key)
-    values.index_copy_(0, plan.slots, value)
+def store(plan: AttentionPlan, cache: torch.Tensor, kv: torch.Tensor) -> None:
+    """Write a step's key and value rows [T, 2, K, D] into one layer's cache."""
+    cache.index_copy_(0, plan.slots, kv)

@@ -78,9 +78,9 @@ class FusedLayer(nn.Module):
             self.head_eps = _eps(layer.self_attn.q_norm)
 
     def forward(
-        self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, keys: torch.Tensor, values: torch.Tensor
+        self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, cache: torch.Tensor
     ) -> torch.Tensor:
-        """x [T, H] → [T, H]; writes the rows' keys and values to the cache."""
+        """x [P, H] → [P, H]; the first T rows are the plan's, others only pad the products. Stores keys and values."""
         num_rows, hidden_size = x.shape
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
         both = heads + kv_heads
@@ -88,11 +88,13 @@ class FusedLayer(nn.Module):
         qk = qkv[:, :both]
         if self.head_norm is not None:
             qk = F.rms_norm(qk, (head_dim,), None, self.head_eps) * self.head_norm
-        qk = rotary.rotate(qk)
-        store(plan, keys, values, qk[:, heads:], qkv[:, both:])
-        out = attend(plan, qk[:, :heads], keys, values, self.options.scaling, self.options.window)
-        x = x + self.o_proj(out)
-        gate, up = self.gate_up(F.rms_norm(x, (hidden_size,), self.post_norm, self.post_eps)).chunk(2, dim=-1)
+        rotated = rotary.rotate(qk)
+        qkv[:, heads:both] = rotated[:, heads:]
+        kv = qkv[: plan.slots.shape[0], heads:]
+        store(plan, cache, kv.unflatten(1, (2, kv_heads)))
+        x = x + self.o_proj(attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window))
+        normed = F.rms_norm(x, (hidden_size,), self.post_norm, self.post_eps)
+        gate, up = self.gate_up(normed, native=True).chunk(2, dim=-1)
         return x + self.down_proj(self.act_fn(gate) * up)
 
 

@@ -1,6 +1,6 @@
 """Linear layers for serving: weights reordered once, and bit-equal rows for any number of rows in the batch.
 
-Four back ends, chosen when a weight is packed, by what the machine can do:
+Three back ends, chosen when a weight is packed, by what the machine can do:
 
 * `onednn`   weights in oneDNN's own order (fp32; bf16 on CPUs with native bf16): two to three times faster than the plain
              product at few rows. Private torch operators, so each pack is compared with the plain product first. The bf16
@@ -52,14 +52,15 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.backend, self._product = _pack(weight, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+    def forward(self, x: torch.Tensor, native: bool = False) -> torch.Tensor:
+        """`native`: leave the result in the type that the product writes (bf16 for native bf16 products)."""
+        return self._product(x, native)
 
 
 def _pack(weight, bias):  # type: ignore[no-untyped-def]
     if weight.device.type != "cpu":
         bias = None if bias is None else bias.to(weight.dtype)
-        return "plain", lambda x: F.linear(x, weight, bias)
+        return "plain", lambda x, native: F.linear(x, weight, bias)
     bias = None if bias is None else bias.float()
     if weight.dtype == torch.bfloat16:
         product = _onednn_bf16_product(weight, bias) if has_native_bf16() else _fp16_product(weight, bias)
@@ -69,7 +70,16 @@ def _pack(weight, bias):  # type: ignore[no-untyped-def]
     product = _onednn_product(weight, bias)
     if product is not None:
         return "onednn", product
-    return "plain", lambda x: F.linear(_at_least(x, 2), weight, bias)[: x.shape[0]]
+    return "plain", lambda x, native: F.linear(_at_least(x, 2), weight, bias)[: x.shape[0]]
+
+
+def fast_rows(dtype: str, device: str, num_rows: int) -> int:
+    """Rows that a whole pass of `num_rows` should be padded to once, so that no product pads them again."""
+    if device != "cpu":
+        return num_rows
+    if dtype == "float32":
+        return max(2, num_rows)
+    return max(_FAST_BF16_ROWS, num_rows) if has_native_bf16() else padded_rows(num_rows)
 
 
 def _at_least(x: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -82,7 +92,7 @@ def _onednn_product(weight, bias):  # type: ignore[no-untyped-def]
     operator = _onednn_operator(weight, 1e-4)
     if operator is None:
         return None
-    return lambda x: operator(_at_least(x, 2), bias)[: x.shape[0]]
+    return lambda x, native: operator(_at_least(x, 2), bias)[: x.shape[0]]
 
 
 def _onednn_bf16_product(weight, bias):  # type: ignore[no-untyped-def]
@@ -91,9 +101,11 @@ def _onednn_bf16_product(weight, bias):  # type: ignore[no-untyped-def]
     if operator is None:
         return None
 
-    def product(x: torch.Tensor) -> torch.Tensor:
-        y = operator(_at_least(x.to(torch.bfloat16), _FAST_BF16_ROWS), None)[: x.shape[0]].float()
-        return y if bias is None else y.add_(bias)
+    def product(x: torch.Tensor, native: bool) -> torch.Tensor:
+        y = operator(_at_least(x.to(torch.bfloat16), _FAST_BF16_ROWS), None)[: x.shape[0]]
+        if bias is not None:
+            return y.float().add_(bias)
+        return y if native else y.float()
 
     return product
 
@@ -119,7 +131,9 @@ def _fp16_product(weight, bias):  # type: ignore[no-untyped-def]
     """The product over FBGEMM's fp16-stored weights, exact for every bf16 weight; None where it is not."""
     exact = weight.float()
     largest = exact.abs().max().item()
-    exponent = _FP16_LARGEST_EXPONENT - math.floor(math.log2(largest)) if largest > 0 and math.isfinite(largest) else 0
+    if not math.isfinite(largest):
+        return None
+    exponent = _FP16_LARGEST_EXPONENT - math.floor(math.log2(largest)) if largest > 0 else 0
     scaled = torch.ldexp(exact, torch.tensor(exponent))
     if not torch.equal(scaled.half().float(), scaled):
         logger.debug("a weight of shape %s does not fit fp16 exactly; kept in fp32", tuple(weight.shape))
@@ -134,7 +148,7 @@ def _fp16_product(weight, bias):  # type: ignore[no-untyped-def]
     back = 2.0**-exponent
     bias = None if bias is None else bias.float()
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def product(x: torch.Tensor, native: bool) -> torch.Tensor:
         num_rows = x.shape[0]
         padded = padded_rows(num_rows)
         if padded != num_rows:

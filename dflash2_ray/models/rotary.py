@@ -21,7 +21,7 @@ class Rotary:
         return cls(cos[:, None, :], signed[:, None, :])
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, N, D], rotated."""
+        """x [T, N, D], rotated. The result is a tensor of its own: a strided output would change the last bit with T."""
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin)
 
 

@@ -20,7 +20,7 @@ from dflash2_ray.errors import CheckpointError
 from dflash2_ray.models.attention import AttentionPlan, KVCache, attend, plan_attention, store
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.fused_layer import AttentionOptions, FusedLayer, can_fuse
-from dflash2_ray.models.linear import PackedLinear, compute_dtype
+from dflash2_ray.models.linear import PackedLinear, compute_dtype, fast_rows
 from dflash2_ray.models.rotary import Rotary, RotaryTables
 from dflash2_ray.models.source import load_target_config, read_target_facts
 from dflash2_ray.models.target_share import TargetShare
@@ -62,10 +62,10 @@ def paged_attention(
     layer = module.layer_idx
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     paged.options[layer] = AttentionOptions(scaling, sliding_window)
-    keys, values = paged.cache.keys[layer], paged.cache.values[layer]
-    store(paged.plan, keys, values, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    rows = query[0].transpose(0, 1)
-    out = attend(paged.plan, rows, keys, values, scaling, sliding_window)
+    cache = paged.cache.layers[layer]
+    store(paged.plan, cache, torch.stack([key[0].transpose(0, 1), value[0].transpose(0, 1)], dim=1))
+    rows = query[0].transpose(0, 1).contiguous()
+    out = attend(paged.plan, rows, cache, scaling, sliding_window)
     return out.view(1, *rows.shape), None
 
 
@@ -92,6 +92,7 @@ class Target:
         self._model = model
         self._base = base
         self._layers: list[nn.Module] = list(base.layers)
+        self._dtype = "float32"
         self._tolerance = 1e-4  # how far a fused form may be from the untouched one, relative to the largest value
         self._options: dict[int, AttentionOptions] = {}
         self._head: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
@@ -130,6 +131,7 @@ class Target:
         base.rotary_emb = type(base.rotary_emb)(config=config)
         rotary = RotaryTables(base.rotary_emb, facts.max_position_embeddings, activations, device)
         target = cls(facts, model, base, rotary, taps, device, activations)
+        target._dtype = dtype
         target._tolerance = 1e-4 if dtype == "float32" else 5e-2
         files = TensorFiles(folder)
         _check_names(folder, files, model, tied=bool(config.tie_word_embeddings))
@@ -245,11 +247,8 @@ class Target:
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         """An empty cache for `num_pages` pages of `page_size` tokens."""
-        shape = (num_pages * page_size, self.facts.num_kv_heads, self.facts.head_dim)
-        make = lambda: [  # noqa: E731
-            torch.zeros(shape, dtype=self.activations, device=self.device) for _ in range(self.facts.num_layers)
-        ]
-        return KVCache(make(), make())
+        shape = (num_pages * page_size, 2, self.facts.num_kv_heads, self.facts.head_dim)
+        return KVCache([torch.zeros(shape, dtype=self.activations, device=self.device) for _ in range(self.facts.num_layers)])
 
     @torch.inference_mode()
     def forward(
@@ -257,6 +256,11 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """ids, positions [T] int64 → hidden states behind the final norm [T, H], and the tapped layer outputs side by
         side in tap order [T, F * H] (None without taps)."""
+        num_rows = ids.shape[0]
+        if all(isinstance(layer, FusedLayer) for layer in self._layers):  # pad once; untouched layers pad in each product
+            spare = fast_rows(self._dtype, self.device, num_rows) - num_rows
+            if spare:
+                ids, positions = nn.functional.pad(ids, (0, spare)), nn.functional.pad(positions, (0, spare))
         x = nn.functional.embedding(ids, self.embedding).to(self.activations)
         plan = self._plan(batch)
         cos, sin = self._rotary.rows(positions, max(span.kv_len for span in batch.spans))
@@ -265,13 +269,14 @@ class Target:
         tapped: dict[int, torch.Tensor] = {-1: x} if -1 in self.taps else {}
         for index, layer in enumerate(self._layers):
             if isinstance(layer, FusedLayer):
-                x = layer(x, rotary, plan, cache.keys[index], cache.values[index])
+                x = layer(x, rotary, plan, cache.layers[index])
             else:
                 x = _call_untouched(layer, x, positions, (cos, sin), context)
             if index in self.taps:
                 tapped[index] = x
         features = torch.cat([tapped[tap] for tap in self.taps], dim=-1) if self.taps else None
-        return self._base.norm(x), features
+        hidden = self._base.norm(x)
+        return hidden[:num_rows], None if features is None else features[:num_rows]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -317,8 +322,8 @@ class _Probe:
 
     def _cache(self) -> KVCache:
         facts = self._target.facts
-        rows = torch.zeros(_PROBE_ROWS, facts.num_kv_heads, facts.head_dim, dtype=self._x.dtype, device=self._x.device)
-        return KVCache([rows.clone()] * (self._index + 1), [rows.clone()] * (self._index + 1))
+        rows = torch.zeros(_PROBE_ROWS, 2, facts.num_kv_heads, facts.head_dim, dtype=self._x.dtype, device=self._x.device)
+        return KVCache([rows] * (self._index + 1))
 
     def untouched(self) -> torch.Tensor:
         groups = self._target.facts.num_heads // self._target.facts.num_kv_heads
@@ -333,7 +338,7 @@ class _Probe:
         groups = self._target.facts.num_heads // self._target.facts.num_kv_heads
         plan = plan_attention(self._batch, {self.options.window}, groups)
         cache = self._cache()
-        return layer(self._x, Rotary.from_tables(*self._tables), plan, cache.keys[self._index], cache.values[self._index])
+        return layer(self._x, Rotary.from_tables(*self._tables), plan, cache.layers[self._index])
 
 
 def _call_untouched(

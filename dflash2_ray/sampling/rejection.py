@@ -184,7 +184,7 @@ def draw(weights: torch.Tensor, uniform: float) -> int:
     """
     cumulated = weights.double().cumsum(0)
     total = float(cumulated[-1])
-    index = int(torch.searchsorted(cumulated, torch.tensor(uniform * total, dtype=torch.float64), right=True))
+    index = int(torch.searchsorted(cumulated, uniform * total, right=True))
     if index >= weights.shape[0] or not float(weights[index]) > 0:  # rounding at the upper end
         index = int(weights.nonzero()[-1])
     return index

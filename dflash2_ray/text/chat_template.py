@@ -14,6 +14,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from dflash2_ray.errors import CheckpointError, ConfigError, InvalidRequest
+from dflash2_ray.text.json_file import read_json_object
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -32,7 +33,7 @@ class ChatTemplate:
         Raises ConfigError for a bad override, CheckpointError for a broken file.
         """
         folder = Path(folder)
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = read_json_object(folder / "tokenizer_config.json")
         special = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token") and value}
         try:
             return cls(_source(folder, settings, override), special)
@@ -49,8 +50,10 @@ class ChatTemplate:
             )
         turns = check_messages(messages)
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._special_tokens)
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            return self._template.render(
+                messages=turns, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+            )
+        except Exception as error:  # a template is a program: whatever it raises, these messages made it do so
             raise InvalidRequest(f"messages: the chat template refuses them: {error}", param="messages") from None
 
 
@@ -97,7 +100,10 @@ def _source(folder: Path, settings: Mapping[str, Any], override: str | None) -> 
             raise ConfigError(f"chat_template: cannot read {override!r}: {error}") from None
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return own.read_text(encoding="utf-8")
+        try:
+            return own.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{own.name}: cannot be read: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
         return next((str(one["template"]) for one in template if one.get("name") == "default"), None)
@@ -122,12 +128,3 @@ def _raise(message: str) -> None:
 
 def _token_text(value: Any) -> str:
     return str(value["content"]) if isinstance(value, Mapping) else str(value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: not readable JSON: {error}") from None

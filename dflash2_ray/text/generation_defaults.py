@@ -1,11 +1,10 @@
 """What a checkpoint itself says about stopping and sampling. It must not know requests."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash2_ray.errors import CheckpointError
+from dflash2_ray.text.json_file import read_json_object
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -24,23 +23,14 @@ def read_generation_defaults(folder: Path, mode: str) -> GenerationDefaults:
     Both files' stop tokens count: some checkpoints name the turn's end in only one of them. Raises CheckpointError.
     """
     folder = Path(folder)
-    found = _ids(_read(folder / "config.json"))
+    found = _ids(read_json_object(folder / "config.json"))
     sampling: dict[str, Any] = {}
     if mode == "auto":
-        generation = _read(folder / "generation_config.json")
+        generation = read_json_object(folder / "generation_config.json")
         found = _ids(generation) + found
         if generation.get("do_sample") is not False:
             sampling = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
     return GenerationDefaults(tuple(dict.fromkeys(found)), sampling)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: not readable JSON: {error}") from None
 
 
 def _ids(config: dict[str, Any]) -> list[int]:

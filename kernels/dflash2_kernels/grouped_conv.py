@@ -13,12 +13,12 @@ def grouped_conv_reference(x: torch.Tensor, dynamic: torch.Tensor, base: torch.T
     """x [n, B, H], dynamic [n, B, T, G], base [T, H] → [n, B, H], in x's dtype."""
     num_blocks, num_rows, channels = x.shape
     taps, groups = dynamic.shape[2], dynamic.shape[3]
-    rows = x.float().view(num_blocks, num_rows, groups, -1)
-    kernel = base.float().view(taps, groups, -1) + dynamic.float()[..., None]  # [n, B, T, G, g]
+    rows = x.float().reshape(num_blocks, num_rows, groups, channels // groups)
+    kernel = base.float().reshape(taps, groups, channels // groups) + dynamic.float()[..., None]  # [n, B, T, G, g]
     y = kernel[:, :, 0] * rows
     for tap in range(1, min(taps, num_rows)):
         y[:, tap:] += kernel[:, tap:, tap] * rows[:, :-tap]
-    return y.view(num_blocks, num_rows, channels).to(x.dtype)
+    return y.reshape(num_blocks, num_rows, channels).to(x.dtype)
 
 
 def grouped_conv(x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
