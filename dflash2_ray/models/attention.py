@@ -119,21 +119,31 @@ def attend(
     groups = num_heads // num_kv_heads
     query = (query * scaling).view(num_rows, num_kv_heads, groups, head_dim)
     out = torch.zeros_like(query) if num_rows > plan.slots.shape[0] else torch.empty_like(query)
-    keys, values = cache[:, 0].permute(1, 2, 0), cache[:, 1].transpose(0, 1)  # [K, D, slots], [K, slots, D]
+    all_keys, all_values = _heads_first(cache)
     for start, stop, where, bias in plan.runs[window]:
         rows = stop - start
         one = rows == 1
         folded = query[start] if one else query[start:stop].permute(1, 2, 0, 3).reshape(num_kv_heads, groups * rows, head_dim)
-        scores = torch.bmm(folded, keys[:, :, where])
+        if isinstance(where, slice):
+            keys, values = all_keys[:, :, where], all_values[:, where]
+        else:
+            keys, values = _heads_first(cache[where])
+        scores = torch.bmm(folded, keys)
         if bias is not None:
             scores[:, :, scores.shape[2] - bias.shape[1] :] += bias
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
         if one:
-            torch.bmm(weights, values[:, where], out=out[start])
+            torch.bmm(weights, values, out=out[start])
         else:
-            mixed = torch.bmm(weights, values[:, where]).view(num_kv_heads, groups, rows, head_dim)
+            mixed = torch.bmm(weights, values).view(num_kv_heads, groups, rows, head_dim)
             out[start:stop] = mixed.permute(2, 0, 1, 3)
     return out.view(num_rows, num_heads * head_dim)
+
+
+def _heads_first(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views [K, D, n] of the keys and [K, n, D] of the values in [n, 2, K, D]; gathered rows must be laid out like rows in
+    place, or the products differ in the last bit."""
+    return rows[:, 0].permute(1, 2, 0), rows[:, 1].transpose(0, 1)
 
 
 def store(plan: AttentionPlan, cache: torch.Tensor, kv: torch.Tensor) -> None:
