@@ -4,30 +4,38 @@ Each request attends alone, over a view of the cache where its pages lie side by
 over gathered rows where they do not. Query heads that share a KV head are folded into the rows, so keys and values are
 read once. It must not know models or requests.
 
+A row's result does not depend on how many rows its request has in the step, so that verifying a draft gives the bits that plain
+decoding gives. Batched products and the softmax change their order of summation with the number of rows (below four) and with
+the number of keys; so every run has at least four rows, and reads whole tiles of keys: rows whose tiles differ go into different
+runs, and what lies behind a row's own position is masked.
+
 Shapes: T rows of the flat batch, N query heads, K KV heads, G = N / K, D head size.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 
-MAX_QUERY_ROWS = 256  # bounds the score matrix of a long prefill chunk
+TILE = 64  # cache rows; every run reads whole tiles
+_LEAST_ROWS = 4  # batched products of fewer rows take another inner loop
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """layers[i]: [num_pages * page_size, 2, K, D], keys and values of layer i."""
+    """layers[i]: [num_pages * page_size + TILE, 2, K, D], keys and values of layer i; the last tile is only ever read, masked."""
 
     layers: list[torch.Tensor]
 
 
 class _Run(NamedTuple):
     """Rows `start … stop - 1` attend to cache rows `where` (a slice, or indices); `bias` is added to the scores of the
-    last columns: [G * rows, columns], None where every row sees every key."""
+    last columns: [1 or G * rows, columns], None where every row sees every key."""
 
     start: int
     stop: int
@@ -55,56 +63,66 @@ def plan_attention(batch: AttentionBatch, windows: Iterable[int | None], num_gro
 
 
 def _span_runs(span: Span, page_size: int, window: int | None, num_groups: int, device: torch.device) -> list[_Run]:
+    """Neighbouring rows that read the same whole tiles of the cache share a run."""
     runs = []
     base = span.kv_len - span.num_rows
-    for offset in range(0, span.num_rows, MAX_QUERY_ROWS):
-        num_rows = min(MAX_QUERY_ROWS, span.num_rows - offset)
-        first = base + offset
-        last = first + num_rows - 1
-        low = 0 if window is None else max(0, first - window + 1)
-        where = _cache_rows(span, page_size, low, last + 1, device)
-        start = span.row_start + offset
-        bias = None
-        if window is not None and last >= window and num_rows > 1:
-            bias = _windowed_bias(first, num_rows, low, window, num_groups, device)
-        elif num_rows > 1:
-            bias = _causal_bias(num_rows, num_groups, device)
-        runs.append(_Run(start, start + num_rows, where, bias))
+    row = 0
+    while row < span.num_rows:
+        low, high = tiles = _tiles(base + row, window)
+        stop = row + 1
+        while stop < span.num_rows and _tiles(base + stop, window) == tiles:
+            stop += 1
+        where = _cache_rows(span, page_size, low, min(high, span.kv_len), high, device)
+        bias = _bias(base + row, stop - row, low, high, window, num_groups, device)
+        runs.append(_Run(span.row_start + row, span.row_start + stop, where, bias))
+        row = stop
     return runs
 
 
-def _cache_rows(span: Span, page_size: int, low: int, high: int, device: torch.device) -> slice | torch.Tensor:
-    pages = span.page_ids[low // page_size : -(-high // page_size)]
+def _tiles(position: int, window: int | None) -> tuple[int, int]:
+    """First and end position of the whole tiles that hold what a row at `position` sees."""
+    low = 0 if window is None else max(0, position - window + 1)
+    return low // TILE * TILE, -(-(position + 1) // TILE) * TILE
+
+
+def _cache_rows(
+    span: Span, page_size: int, low: int, stop: int, high: int, device: torch.device
+) -> slice | torch.Tensor:
+    """Where positions low … high - 1 are; those from `stop` on are behind the request's end, and masked."""
+    pages = span.page_ids[low // page_size : -(-stop // page_size)]
     if all(page == pages[0] + index for index, page in enumerate(pages)):
         offset = pages[0] * page_size - low // page_size * page_size
         return slice(offset + low, offset + high)
-    positions = torch.arange(low, high)
+    positions = torch.arange(low, stop)
     table = torch.tensor(pages, dtype=torch.int64)
     rows = table[positions // page_size - low // page_size] * page_size + positions % page_size
-    return rows.to(device)
+    return F.pad(rows, (0, high - stop)).to(device)
 
 
-_causal: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+def _bias(
+    first: int, num_rows: int, low: int, high: int, window: int | None, num_groups: int, device: torch.device
+) -> torch.Tensor | None:
+    """-inf where a row sees nothing, for the last columns: all of them if a window hides early ones, else those behind the
+    first row's own position."""
+    repeats = 1 if num_rows == 1 else num_groups
+    if window is not None and first + num_rows - window > low:
+        rows = torch.arange(first, first + num_rows, device=device)[:, None]
+        columns = torch.arange(low, high, device=device)[None, :]
+        hidden = (columns > rows) | (rows - columns >= window)
+        return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf")).repeat(repeats, 1)
+    width = high - first - 1
+    if width == 0:
+        return None
+    build = _few_rows_bias if num_rows <= 32 else _causal_bias
+    return build(num_rows, width, repeats, device)
 
 
-def _causal_bias(num_rows: int, num_groups: int, device: torch.device) -> torch.Tensor:
-    """-inf above the diagonal, for the last `num_rows` columns: [G * num_rows, num_rows]."""
-    key = (num_rows, num_groups, device)
-    if key not in _causal:
-        upper = torch.full((num_rows, num_rows), float("-inf"), device=device).triu_(1)
-        _causal[key] = upper.repeat(num_groups, 1)
-    return _causal[key]
+def _causal_bias(num_rows: int, width: int, num_groups: int, device: torch.device) -> torch.Tensor:
+    """Row i sees the first i of `width` columns: [G * num_rows, width]."""
+    return torch.full((num_rows, width), float("-inf"), device=device).triu_(0).repeat(num_groups, 1)
 
 
-def _windowed_bias(
-    first: int, num_rows: int, low: int, window: int, num_groups: int, device: torch.device
-) -> torch.Tensor:
-    """A row at position i sees j with i - window < j <= i: [G * num_rows, first + num_rows - low]."""
-    rows = torch.arange(first, first + num_rows, device=device)[:, None]
-    columns = torch.arange(low, first + num_rows, device=device)[None, :]
-    hidden = (columns > rows) | (rows - columns >= window)
-    bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
-    return bias.repeat(num_groups, 1)
+_few_rows_bias = functools.lru_cache(maxsize=4096)(_causal_bias)  # decoding asks for the same few again and again
 
 
 def attend(
@@ -117,27 +135,34 @@ def attend(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
+    spare = max(0, _LEAST_ROWS - groups)
     query = (query * scaling).view(num_rows, num_kv_heads, groups, head_dim)
-    out = torch.zeros_like(query) if num_rows > plan.slots.shape[0] else torch.empty_like(query)
+    single = F.pad(query, (0, 0, 0, spare)) if spare else query
+    out = torch.zeros_like(single) if num_rows > plan.slots.shape[0] else torch.empty_like(single)
     all_keys, all_values = _heads_first(cache)
     for start, stop, where, bias in plan.runs[window]:
-        rows = stop - start
-        one = rows == 1
-        folded = query[start] if one else query[start:stop].permute(1, 2, 0, 3).reshape(num_kv_heads, groups * rows, head_dim)
         if isinstance(where, slice):
             keys, values = all_keys[:, :, where], all_values[:, where]
         else:
             keys, values = _heads_first(cache[where])
-        scores = torch.bmm(folded, keys)
-        if bias is not None:
-            scores[:, :, scores.shape[2] - bias.shape[1] :] += bias
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-        if one:
-            torch.bmm(weights, values, out=out[start])
-        else:
-            mixed = torch.bmm(weights, values).view(num_kv_heads, groups, rows, head_dim)
-            out[start:stop] = mixed.permute(2, 0, 1, 3)
-    return out.view(num_rows, num_heads * head_dim)
+        rows = stop - start
+        if rows == 1:
+            torch.bmm(_weights(torch.bmm(single[start], keys), bias), values, out=out[start])
+            continue
+        folded = query[start:stop].permute(1, 2, 0, 3).reshape(num_kv_heads, groups * rows, head_dim)
+        missing = _LEAST_ROWS - groups * rows
+        if missing > 0:
+            folded = F.pad(folded, (0, 0, 0, missing))
+            bias = None if bias is None else F.pad(bias, (0, 0, 0, missing))
+        mixed = torch.bmm(_weights(torch.bmm(folded, keys), bias), values)[:, : groups * rows]
+        out[start:stop, :, :groups] = mixed.view(num_kv_heads, groups, rows, head_dim).permute(2, 0, 1, 3)
+    return out[:, :, :groups].reshape(num_rows, num_heads * head_dim)
+
+
+def _weights(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None:
+        scores[:, :, scores.shape[2] - bias.shape[1] :] += bias
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
 
 
 def _heads_first(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

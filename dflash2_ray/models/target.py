@@ -17,7 +17,7 @@ from torch import nn
 
 from dflash2_ray.config import TargetFacts
 from dflash2_ray.errors import CheckpointError
-from dflash2_ray.models.attention import AttentionPlan, KVCache, attend, plan_attention, store
+from dflash2_ray.models.attention import TILE, AttentionPlan, KVCache, attend, plan_attention, store
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.fused_layer import AttentionOptions, FusedLayer, can_fuse
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, fast_rows
@@ -247,7 +247,7 @@ class Target:
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         """An empty cache for `num_pages` pages of `page_size` tokens."""
-        shape = (num_pages * page_size, 2, self.facts.num_kv_heads, self.facts.head_dim)
+        shape = (num_pages * page_size + TILE, 2, self.facts.num_kv_heads, self.facts.head_dim)
         return KVCache([torch.zeros(shape, dtype=self.activations, device=self.device) for _ in range(self.facts.num_layers)])
 
     @torch.inference_mode()
@@ -322,7 +322,7 @@ class _Probe:
 
     def _cache(self) -> KVCache:
         facts = self._target.facts
-        rows = torch.zeros(_PROBE_ROWS, 2, facts.num_kv_heads, facts.head_dim, dtype=self._x.dtype, device=self._x.device)
+        rows = torch.zeros(_PROBE_ROWS + TILE, 2, facts.num_kv_heads, facts.head_dim, dtype=self._x.dtype, device=self._x.device)
         return KVCache([rows] * (self._index + 1))
 
     def untouched(self) -> torch.Tensor:

@@ -375,3 +375,26 @@ def test_scaled_embeddings_and_capped_logits_are_refused(tmp_path, config, messa
     save_model(config(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
         Target.load(tmp_path, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama-llama3", "qwen3", "mistral-window"])
+def test_verifying_gives_the_bits_of_plain_decoding(saved, kind, dtype):
+    """Eight rows in one step equal eight steps of one row, bit for bit, across every boundary of the attention's tiles."""
+    from dflash2_ray.models.attention import TILE
+
+    target = Target.load(saved(kind), dtype=dtype, device="cpu")
+    tokens = torch.randint(0, 97, (2 * TILE + 40,), generator=torch.Generator().manual_seed(5))
+    pages = list(range(40))
+
+    def step(cache, first, count):
+        rows = torch.arange(first, first + count)
+        hidden, _ = target.forward(tokens[rows], rows, AttentionBatch(rows, (Span(0, count, first + count, pages),), 8), cache)
+        return target.logits(hidden)
+
+    for first in (1, 3, 9, 14, 30, TILE - 8, TILE - 5, TILE, 2 * TILE - 4, 2 * TILE + 20):
+        cache = target.allocate_cache(40, 8)
+        step(cache, 0, first)
+        together = step(cache, first, 8)
+        one_by_one = torch.cat([step(cache, first + row, 1) for row in range(8)])
+        assert torch.equal(together, one_by_one), first
