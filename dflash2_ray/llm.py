@@ -98,6 +98,8 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_in_flight: int | None = None
     ) -> list[Generation]:
+        for ids in prompts:  # a bad one is told before any of the others runs
+            self._loop.check(RequestSpec("", tuple(ids), params))
         waiting = deque(enumerate(prompts))
         running: dict[str, tuple[int, TextAssembler]] = {}
         results: dict[int, Generation] = {}

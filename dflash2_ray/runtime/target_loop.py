@@ -57,7 +57,7 @@ class TargetLoop:
 
     def add(self, spec: RequestSpec) -> None:
         """Queue one request. Raises InvalidRequest, ContextLengthExceeded or Overloaded; nothing else is disturbed."""
-        check_spec(spec, vocab_size=self.vocab_size, max_model_len=self.config.max_model_len)
+        self.check(spec)
         if self.scheduler.get(spec.request_id) is not None:
             raise InvalidRequest(f"request_id {spec.request_id!r} is in use", param="request_id")
         self.scheduler.add(
@@ -69,6 +69,10 @@ class TargetLoop:
                 num_speculative_tokens=self.config.num_speculative_tokens if self.draft_port else 0,
             )
         )
+
+    def check(self, spec: RequestSpec) -> None:
+        """Refuse what this engine could never run. Raises InvalidRequest or ContextLengthExceeded."""
+        check_spec(spec, vocab_size=self.vocab_size, max_model_len=self.config.max_model_len)
 
     def abort(self, request_id: str) -> None:
         """Forget a request, running or queued; unknown ids are ignored."""
