@@ -63,8 +63,8 @@ class ServiceConfig(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise ValueError(f"unknown key {key!r}{hint or '.'} Known keys: {', '.join(sorted(cls.model_fields))}")
+                    hint = f"; did you mean {near[0]!r}?" if near else f". Known keys: {', '.join(sorted(cls.model_fields))}"
+                    raise ValueError(f"unknown key {key!r}{hint}")
                 if isinstance(data[key], bool):  # no key is a switch, and pydantic would take True for 1
                     raise ValueError(f"{key}: expected a number or a word, got {data[key]!r}")
         return data

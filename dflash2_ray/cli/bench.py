@@ -30,7 +30,7 @@ from dflash2_ray.errors import ConfigError
 def bench(
     settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
     concurrency: Annotated[str, typer.Option(help="Requests in flight, as a list.")] = "1,4,16",
-    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON {kind: [texts]}, a JSON list, or one per line.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON object of lists by kind, a JSON list, or one per line.")] = None,
     kind: Annotated[str, typer.Option(help="Kind of the prompts to use.")] = "chat",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per turn (at least the concurrency).")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer (ends of text are ignored).")] = 96,
@@ -40,11 +40,11 @@ def bench(
 ) -> None:
     """Measure plain against speculative decoding: TTFT, time per output token, tokens/s, acceptance by position."""
     levels = _levels(concurrency)
-    engine = build_engine(settings or [], max_num_seqs=max(levels))
     known = read_prompts(prompts)
     chosen = [one for one in known if prompts is not None or one[0] == kind]
     if not chosen:
         raise ConfigError(f"--kind: expected one of {', '.join(sorted({one[0] for one in known}))}, got {kind!r}")
+    engine = build_engine(settings or [], max_num_seqs=max(levels))
     ids = prompt_ids(engine, chosen, max_tokens)
     variants = {"plain": 0}
     if engine.config.num_speculative_tokens:
@@ -113,7 +113,7 @@ def _row(level: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("concurrency", "variant", "TTFT ms", "ms/token", "tokens/s", "speed-up", "acceptance length")
+    table = Table("conc.", "decoding", "TTFT ms", "ms/token", "tokens/s", "speed-up", "acc. length")
     for row in rows:
         for name in ("plain", "speculative"):
             if name not in row:
@@ -122,7 +122,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             length = one["acceptance_length"]
             table.add_row(
                 str(row["concurrency"]), name, f"{one['ttft_s'] * 1000:.1f}", f"{one['tpot_s'] * 1000:.2f}",
-                f"{one['tokens_per_s']:.1f}", f"{row['speedup']:.2f} ×" if name == "speculative" else "",
+                f"{one['tokens_per_s']:.1f}", f"{row['speedup']:.2f} x" if name == "speculative" else "",
                 f"{length:.2f}" if length else "",
             )
     console.print(table)

@@ -11,7 +11,7 @@ _Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: 
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling.")]
 _TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")]
-_MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of the answer. Default: what fits.")]
+_MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of the answer.")]
 _Width = Annotated[int | None, typer.Option("--num-speculative-tokens", help="Draft slots; 0 decodes plainly.")]
 _Settings = Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)]
 

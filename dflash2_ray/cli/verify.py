@@ -30,7 +30,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 
 def verify(
     settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON {kind: [texts]}, a JSON list, or one per line.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON object of lists by kind, a JSON list, or one per line.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 50,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Company: requests in flight of the third run.")] = 16,

@@ -161,7 +161,7 @@ def attend(
 
 def _weights(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is not None:
-        scores[:, :, scores.shape[2] - bias.shape[1] :] += bias
+        scores.narrow(2, scores.shape[2] - bias.shape[1], bias.shape[1]).add_(bias)
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
 
 
