@@ -30,7 +30,7 @@ def ensure_smollm2(progress: Progress | None = None) -> Path:
     source = _gguf()
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
-            raise CheckpointError(f"target smollm2: the conversion needs `{module}`; run: pip install 'dflash2-ray[smollm2]'")
+            raise CheckpointError(f"target smollm2: the conversion needs `{module}`; run: pip install gguf accelerate")
     done.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=done.parent))
     try:
