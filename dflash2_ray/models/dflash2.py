@@ -23,7 +23,7 @@ from dflash2_ray.errors import CheckpointError
 from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.models.drafter_checkpoint import read_projection, read_tensors, validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, LayerAttention
-from dflash2_ray.models.linear import PackedLinear, compute_dtype
+from dflash2_ray.models.linear import PackedLinear, compute_dtype, stacked
 from dflash2_ray.models.rotary import Rotary, RotaryTables
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
@@ -71,9 +71,9 @@ class _DraftLayer(nn.Module):
         prefix = f"layers.{index}"
         self.config, self.index, self.attention = config, index, config.attention[index]
         attention = f"{prefix}.self_attn"
-        self.qkv = PackedLinear(*_stacked(tensors, attention, ("q_proj", "k_proj", "v_proj")))
+        self.qkv = PackedLinear(*stacked(tensors, attention, ("q_proj", "k_proj", "v_proj")))
         self.o_proj = PackedLinear(tensors[f"{attention}.o_proj.weight"], tensors.get(f"{attention}.o_proj.bias"))
-        self.gate_up = PackedLinear(*_stacked(tensors, f"{prefix}.mlp", ("gate_proj", "up_proj")))
+        self.gate_up = PackedLinear(*stacked(tensors, f"{prefix}.mlp", ("gate_proj", "up_proj")))
         self.down_proj = PackedLinear(tensors[f"{prefix}.mlp.down_proj.weight"])
         self.input_norm = tensors[f"{prefix}.input_layernorm.weight"].to(dtype)
         self.post_norm = tensors[f"{prefix}.post_attention_layernorm.weight"].to(dtype)
@@ -359,17 +359,11 @@ def _rotary_module(config: DrafterConfig) -> nn.Module:
         raise CheckpointError(f"drafter: rope parameters {config.rope}: not usable: {error!r}") from None
 
 
-def _stacked(tensors: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = torch.cat([tensors[f"{prefix}.{name}.weight"] for name in names])
-    biases = [tensors.get(f"{prefix}.{name}.bias") for name in names]
-    return weight, None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
-
-
 def _context_projection(tensors: Mapping[str, torch.Tensor], config: DrafterConfig) -> PackedLinear:
     """k_proj and v_proj of every layer as one product."""
     weights, biases = [], []
     for index in range(config.num_layers):
-        weight, bias = _stacked(tensors, f"layers.{index}.self_attn", ("k_proj", "v_proj"))
+        weight, bias = stacked(tensors, f"layers.{index}.self_attn", ("k_proj", "v_proj"))
         weights.append(weight)
         biases.append(bias)
     return PackedLinear(torch.cat(weights), None if biases[0] is None else torch.cat(biases))  # type: ignore[arg-type]

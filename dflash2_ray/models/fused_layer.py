@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dflash2_ray.models.attention import AttentionPlan, attend, store
-from dflash2_ray.models.linear import PackedLinear
+from dflash2_ray.models.linear import PackedLinear, stacked
 from dflash2_ray.models.rotary import Rotary
 
 _PARTS = {
@@ -59,9 +59,9 @@ class FusedLayer(nn.Module):
         self.head_dim = head_dim
         self.num_heads = weights["self_attn.q_proj.weight"].shape[0] // head_dim
         self.num_kv_heads = weights["self_attn.k_proj.weight"].shape[0] // head_dim
-        self.qkv = PackedLinear(*_stacked(weights, "self_attn.", ("q_proj", "k_proj", "v_proj")))
+        self.qkv = PackedLinear(*stacked(weights, "self_attn", ("q_proj", "k_proj", "v_proj")))
         self.o_proj = PackedLinear(weights["self_attn.o_proj.weight"], weights.get("self_attn.o_proj.bias"))
-        self.gate_up = PackedLinear(*_stacked(weights, "mlp.", ("gate_proj", "up_proj")))
+        self.gate_up = PackedLinear(*stacked(weights, "mlp", ("gate_proj", "up_proj")))
         self.down_proj = PackedLinear(weights["mlp.down_proj.weight"], weights.get("mlp.down_proj.bias"))
         self.act_fn: Any = layer.mlp.act_fn
         self.input_norm = weights["input_layernorm.weight"].to(activations)
@@ -96,17 +96,3 @@ class FusedLayer(nn.Module):
         normed = F.rms_norm(x, (hidden_size,), self.post_norm, self.post_eps)
         gate, up = self.gate_up(normed, native=True).chunk(2, dim=-1)
         return x + self.down_proj(self.act_fn(gate) * up)
-
-
-def _stacked(
-    weights: Mapping[str, torch.Tensor], prefix: str, names: tuple[str, ...]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = torch.cat([weights[f"{prefix}{name}.weight"] for name in names])
-    biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-    if all(bias is None for bias in biases):
-        return weight, None
-    filled = [
-        torch.zeros(weights[f"{prefix}{name}.weight"].shape[0], dtype=weight.dtype) if bias is None else bias
-        for name, bias in zip(names, biases, strict=True)
-    ]
-    return weight, torch.cat(filled)

@@ -20,6 +20,7 @@ bit; `padded_rows` names the next count that does not. It must not know models. 
 import functools
 import logging
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -55,6 +56,19 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor, native: bool = False) -> torch.Tensor:
         """`native`: leave the result in the type that the product writes (bf16 for native bf16 products)."""
         return self._product(x, native)
+
+
+def stacked(
+    weights: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of several linears under `prefix` as one: [sum of outs, in], and [sum of outs] or None; a linear
+    without a bias beside others with one gets zeros."""
+    parts = [weights[f"{prefix}.{name}.weight"] for name in names]
+    biases = [weights.get(f"{prefix}.{name}.bias") for name in names]
+    if all(bias is None for bias in biases):
+        return torch.cat(parts), None
+    filled = [part.new_zeros(part.shape[0]) if bias is None else bias for part, bias in zip(parts, biases, strict=True)]
+    return torch.cat(parts), torch.cat(filled)
 
 
 def _pack(weight, bias):  # type: ignore[no-untyped-def]
@@ -150,12 +164,7 @@ def _fp16_product(weight, bias):  # type: ignore[no-untyped-def]
 
     def product(x: torch.Tensor, native: bool) -> torch.Tensor:
         num_rows = x.shape[0]
-        padded = padded_rows(num_rows)
-        if padded != num_rows:
-            y = operator(F.pad(x, (0, 0, 0, padded - num_rows)), packed)[:num_rows]
-        else:
-            y = operator(x, packed)
-        y = y.mul_(back)
+        y = operator(_at_least(x, padded_rows(num_rows)), packed)[:num_rows].mul_(back)
         return y if bias is None else y.add_(bias)
 
     return product

@@ -149,14 +149,11 @@ class Target:
         """Embedding, final norm and head."""
         prefix = self._model.base_model_prefix
         rows, hidden = self.facts.vocab_size, self.facts.hidden_size
-        name = f"{prefix}.embed_tokens.weight"
-        self.embedding = _ends_tensor(files, name, rows, hidden).to(self.device, dtype)
-        head = f"{'lm_head'}.weight"
-        tied = bool(self._model.config.tie_word_embeddings) or head not in files.shapes
-        if tied and not self._model.config.tie_word_embeddings:
-            raise CheckpointError(f"{files.folder}: tensor {head} is missing; expected shape {[rows, hidden]}")
-        self.head_weight = self.embedding if tied else _ends_tensor(files, head, rows, hidden).to(self.device, dtype)
-        packed = PackedLinear(self.head_weight[:rows])
+        self.embedding = _ends_tensor(files, f"{prefix}.embed_tokens.weight", rows, hidden).to(self.device, dtype)
+        self.head_weight = self.embedding
+        if not self._model.config.tie_word_embeddings:
+            self.head_weight = _ends_tensor(files, "lm_head.weight", rows, hidden).to(self.device, dtype)
+        packed = PackedLinear(self.head_weight)
         self._head = lambda hidden: packed(hidden).float()
         norm = {
             key: files.read(f"{prefix}.norm.{key}", tuple(value.shape)).to(self.device, self.activations)
@@ -218,8 +215,8 @@ class Target:
         kept, taps = self._layers, self.taps
         try:
             base.layers, model.config.num_hidden_layers = layers[:1], 1
-            embed.load_state_dict({"weight": self.embedding[: self.facts.vocab_size].to(self.activations)}, assign=True)
-            head.load_state_dict({"weight": self.head_weight[: self.facts.vocab_size].to(self.activations)}, assign=True)
+            embed.load_state_dict({"weight": self.embedding.to(self.activations)}, assign=True)
+            head.load_state_dict({"weight": self.head_weight.to(self.activations)}, assign=True)
             context = self._context(batch, self.allocate_cache(1, _PROBE_ROWS))
             expected = model(input_ids=ids[None], position_ids=rows[None], use_cache=False, paged=context).logits[0].float()
             self._layers, self.taps = kept[:1], ()

@@ -48,7 +48,6 @@ class Ingress:
     """The routes. Serve builds it with the unit's handle; `serving.application` wraps it as the ingress deployment."""
 
     async def __init__(self, config: ServiceConfig, unit: Any, http_url: str) -> None:  # type: ignore[misc]
-        self._config = config
         self._client = Client.from_handle(unit, config.generation_config)
         facts = await self._client.describe()
         await self._client.text()
@@ -122,7 +121,7 @@ class Ingress:
                     generations[index] = chunk.generation
                 for choice in _choices(envelope, index, chunk):
                     if asked.return_token_ids:
-                        choice["token_ids"] = list(chunk.token_ids) if choice is not None else []
+                        choice["token_ids"] = list(chunk.token_ids)
                     body = {**head, "choices": [choice], **usage}
                     if asked.continuous_usage and chunk.generation is not None:
                         body["usage"] = usage_body(chunk.generation.usage.prompt_tokens, counts[index])
