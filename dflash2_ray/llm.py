@@ -20,11 +20,8 @@ from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.errors import InvalidRequest, StepFailed
 from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
 from dflash2_ray.text.assembly import TextAssembler
-from dflash2_ray.text.chat_template import ChatTemplate
-from dflash2_ray.text.generation_defaults import read_generation_defaults
-from dflash2_ray.text.tokenizer import Tokenizer
+from dflash2_ray.text.text_side import Messages, TextSide
 
-Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[str, float, float], None]
 
 
@@ -38,9 +35,8 @@ class LLM:
     def __init__(self, target: str = "embedded", drafter: str | None = None, *, progress: Progress | None = None, **config: Any):
         service = ServiceConfig.from_keys({"target": target, "drafter": drafter, **config})
         blueprint = draw_blueprint(service, progress)
-        self.tokenizer = Tokenizer.from_folder(blueprint.target_folder)
-        self._template = ChatTemplate.from_folder(blueprint.target_folder, override=service.chat_template)
-        self._defaults = read_generation_defaults(blueprint.target_folder, service.generation_config).sampling
+        self._text = TextSide(blueprint.target_folder, service.generation_config, service.chat_template)
+        self.tokenizer = self._text.tokenizer
         self._loop = build_from_blueprint(blueprint, service, progress)
         self.config: EngineConfig = self._loop.config
         self._lock = threading.Lock()
@@ -59,12 +55,12 @@ class LLM:
 
         Sampling keywords have the names of the HTTP fields. Raises InvalidRequest before anything runs.
         """
-        return self._run(self._prompt_ids(prompts, prompt_token_ids), self._params(sampling), max_in_flight)
+        return self._run(self._prompt_ids(prompts, prompt_token_ids), self._text.params(sampling), max_in_flight)
 
     def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
         """Answer one conversation, or several."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        params = self._params(sampling)
+        params = self._text.params(sampling)
         return self._run([self.chat_ids(conversation) for conversation in conversations], params)  # type: ignore[arg-type]
 
     def stream(
@@ -79,7 +75,7 @@ class LLM:
             ids = self.chat_ids(messages)
         else:
             (ids,) = self._prompt_ids(prompt, prompt_token_ids)
-        return self._stream(ids, self._params(sampling))
+        return self._stream(ids, self._text.params(sampling))
 
     def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[GenerationChunk]:
         request_id, assembler = self._submit(ids, params)
@@ -180,11 +176,7 @@ class LLM:
 
     def chat_ids(self, messages: Messages) -> Sequence[int]:
         """Token ids of a conversation in the chat template, asking for the assistant's next turn."""
-        return self.tokenizer.encode(self._template.render(messages), add_special_tokens=False)
-
-    def _params(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        given = {name: value for name, value in sampling.items() if value is not None}
-        return SamplingParams.from_keywords(**{**self._defaults, **given})
+        return self._text.chat_ids(messages)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 

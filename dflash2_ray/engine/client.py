@@ -4,11 +4,9 @@ It tokenises, sends one Ray call per request to a unit, and turns deltas into te
 """
 
 import asyncio
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,48 +15,12 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
-from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.core.wire import pack_spec, unpack_delta, unpack_error
-from dflash2_ray.errors import InvalidRequest, Overloaded, StepFailed, UnitLost
+from dflash2_ray.errors import Overloaded, StepFailed, UnitLost
 from dflash2_ray.text.assembly import TextAssembler
-from dflash2_ray.text.chat_template import ChatTemplate
-from dflash2_ray.text.generation_defaults import read_generation_defaults
-from dflash2_ray.text.tokenizer import Tokenizer
+from dflash2_ray.text.text_side import Messages, TextSide
 
 UNIT_DEPLOYMENT = "unit"
-Messages = Sequence[Mapping[str, Any]]
-
-
-class TextSide:
-    """Tokenizer, chat template and sampling defaults of the served target."""
-
-    def __init__(self, files: Mapping[str, bytes], generation_config: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="dflash2_ray-") as name:
-            folder = Path(name)
-            for file, content in files.items():
-                (folder / file).write_bytes(content)
-            override = folder / "chat_template.override"
-            self.tokenizer = Tokenizer.from_folder(folder)
-            self.template = ChatTemplate.from_folder(folder, str(override) if override.is_file() else None)
-            self.defaults = read_generation_defaults(folder, generation_config).sampling
-
-    def prompt_ids(self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None) -> list[int]:
-        """Token ids of whichever of the three is given. Raises InvalidRequest unless it is exactly one."""
-        given = [name for name, value in (("prompt", prompt), ("prompt_token_ids", token_ids), ("messages", messages)) if value is not None]
-        if len(given) != 1:
-            raise InvalidRequest(f"give exactly one of prompt, prompt_token_ids and messages, got {given or 'none'}", param="prompt")
-        if messages is not None:
-            return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
-        if prompt is not None:
-            if not isinstance(prompt, str):
-                raise InvalidRequest(f"prompt must be a string, got {prompt!r}", param="prompt")
-            return self.tokenizer.encode(prompt)
-        return list(token_ids or ())
-
-    def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """Sampling options over the checkpoint's defaults; None means omitted. Raises InvalidRequest."""
-        given = {name: value for name, value in sampling.items() if value is not None}
-        return SamplingParams.from_keywords(**{**self.defaults, **given})
 
 
 class Client:
@@ -107,7 +69,7 @@ class Client:
     ) -> Iterator[GenerationChunk]:
         """Chunks of one generation; submitted at once. Closing the iterator cancels the request."""
         if self._text is None:
-            self._text = TextSide(_call(lambda: self._handle.text_files.remote().result()), self._generation_config)
+            self._text = TextSide.from_files(_call(lambda: self._handle.text_files.remote().result()), self._generation_config)
         spec, assembler = self._prepare(prompt, messages, prompt_token_ids, sampling, None)
         response = self._handle.options(stream=True).generate.remote(pack_spec(spec))
         return self._chunks(response, assembler)
@@ -134,7 +96,7 @@ class Client:
                 files = await self._handle.text_files.remote()
             except (ray.exceptions.RayError, RayServeException) as error:
                 raise _translated(error) from None
-            self._text = TextSide(files, self._generation_config)
+            self._text = TextSide.from_files(files, self._generation_config)
         return self._text
 
     async def describe(self) -> dict[str, Any]:

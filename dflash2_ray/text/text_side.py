@@ -1,0 +1,55 @@
+"""Everything textual about one target: tokenizer, chat template, sampling defaults. `LLM` and `Client` share it."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash2_ray.core.sampling_params import SamplingParams
+from dflash2_ray.errors import InvalidRequest
+from dflash2_ray.text.chat_template import ChatTemplate
+from dflash2_ray.text.generation_defaults import read_generation_defaults
+from dflash2_ray.text.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TextSide:
+    """Read from a checkpoint folder; `chat_template` is a path that replaces the folder's own. Raises ConfigError."""
+
+    def __init__(self, folder: Path, generation_config: str, chat_template: str | None = None) -> None:
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.template = ChatTemplate.from_folder(folder, chat_template)
+        self.defaults = read_generation_defaults(folder, generation_config).sampling
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes], generation_config: str) -> "TextSide":
+        """From the files that a unit hands out (`Unit.text_files`)."""
+        with tempfile.TemporaryDirectory(prefix="dflash2_ray-") as name:
+            folder = Path(name)
+            for file, content in files.items():
+                (folder / file).write_bytes(content)
+            override = folder / "chat_template.override"
+            return cls(folder, generation_config, str(override) if override.is_file() else None)
+
+    def prompt_ids(self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None) -> list[int]:
+        """Token ids of whichever of the three is given. Raises InvalidRequest unless it is exactly one."""
+        given = [name for name, value in (("prompt", prompt), ("prompt_token_ids", token_ids), ("messages", messages)) if value is not None]
+        if len(given) != 1:
+            raise InvalidRequest(f"give exactly one of prompt, prompt_token_ids and messages, got {given or 'none'}", param="prompt")
+        if messages is not None:
+            return self.chat_ids(messages)
+        if prompt is not None:
+            if not isinstance(prompt, str):
+                raise InvalidRequest(f"prompt must be a string, got {prompt!r}", param="prompt")
+            return self.tokenizer.encode(prompt)
+        return list(token_ids or ())
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation in the chat template, asking for the assistant's next turn. Raises InvalidRequest."""
+        return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
+
+    def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """Sampling options over the checkpoint's defaults; None means omitted. Raises InvalidRequest."""
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return SamplingParams.from_keywords(**{**self.defaults, **given})
