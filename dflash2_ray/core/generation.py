@@ -46,10 +46,11 @@ class Generation:
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
     """One piece of a stream: the text that may be shown now and the tokens behind it (text may lag tokens while a
-    character is incomplete). `finish_reason` and `generation` come with the last chunk."""
+    character is incomplete). `usage` counts up to and with this piece; `finish_reason` and `generation` come with the last."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
+    usage: Usage
     finish_reason: str | None = None
     generation: Generation | None = None

@@ -24,6 +24,7 @@ from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.models.drafter_checkpoint import read_projection, read_tensors, validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, LayerAttention
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, stacked
+from dflash2_ray.models.norm import rms_norm
 from dflash2_ray.models.rotary import Rotary, RotaryTables
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
@@ -90,15 +91,15 @@ class _DraftLayer(nn.Module):
         self, x: torch.Tensor, width: int, rotary: Rotary, contexts: Sequence[DraftContext], biases: "_Biases"
     ) -> torch.Tensor:
         config = self.config
-        eps, hidden = config.rms_norm_eps, (x.shape[1],)
-        u = F.rms_norm(x, hidden, self.input_norm, eps)
+        eps = config.rms_norm_eps
+        u = rms_norm(x, self.input_norm, eps)
         if self.attention_conv is None:
             a = self.o_proj(self._attend(u, width, rotary, contexts, biases))
         else:
             u, kernel = self.attention_conv.prepare(u, width)
             a = self.attention_conv.finish(self.o_proj(self._attend(u, width, rotary, contexts, biases)), kernel)
         x = x + a
-        m = F.rms_norm(x, hidden, self.post_norm, eps)
+        m = rms_norm(x, self.post_norm, eps)
         if self.mlp_conv is None:
             return x + self._mlp(m)
         m, kernel = self.mlp_conv.prepare(m, width)
@@ -115,7 +116,7 @@ class _DraftLayer(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         groups, both = heads // kv_heads, heads + kv_heads
         qkv = self.qkv(u).view(u.shape[0], -1, head_dim)
-        qk = rotary.rotate(F.rms_norm(qkv[:, :both], (head_dim,), None, config.rms_norm_eps) * self.head_norm)
+        qk = rotary.rotate(rms_norm(qkv[:, :both], None, config.rms_norm_eps) * self.head_norm)
         query = qk[:, :heads] * head_dim**-0.5
         block = torch.stack([qk[:, heads:], qkv[:, both:] * config.value_scale], dim=1)  # [R * B, 2, K, D]
         outputs = []
@@ -229,9 +230,9 @@ class Drafter:
     def context_kv(self, rows: torch.Tensor, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
         """Context rows [n, H] (before `hidden_norm`) at positions [n], all below num_positions → [n, L, 2, K, D]."""
         config = self.config
-        context = F.rms_norm(rows.to(self.activations), (rows.shape[1],), self.hidden_norm, config.rms_norm_eps)
+        context = rms_norm(rows.to(self.activations), self.hidden_norm, config.rms_norm_eps)
         kv = self._context_kv(context).view(rows.shape[0], config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        keys = F.rms_norm(kv[:, :, 0], (config.head_dim,), None, config.rms_norm_eps) * self._context_norms
+        keys = rms_norm(kv[:, :, 0], None, config.rms_norm_eps) * self._context_norms
         rotary = Rotary.from_tables(*self._rotary.rows(positions, num_positions))
         flat = keys.reshape(rows.shape[0], config.num_layers * config.num_kv_heads, config.head_dim)
         keys = rotary.rotate(flat).view_as(keys)
@@ -262,7 +263,7 @@ class Drafter:
             context.reserve_block(rows)
         for layer in self.layers:
             x = layer(x, rows, rotary, contexts, biases)
-        x = F.rms_norm(x, (x.shape[1],), self.norm, config.rms_norm_eps)
+        x = rms_norm(x, self.norm, config.rms_norm_eps)
         return x.view(len(anchors), rows, -1)[:, 1:]
 
     @torch.inference_mode()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from dflash2_ray.models.attention import AttentionPlan, attend, store
 from dflash2_ray.models.linear import PackedLinear, stacked
+from dflash2_ray.models.norm import rms_norm
 from dflash2_ray.models.rotary import Rotary
 
 _PARTS = {
@@ -81,18 +81,18 @@ class FusedLayer(nn.Module):
         self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, cache: torch.Tensor
     ) -> torch.Tensor:
         """x [P, H] → [P, H]; the first T rows are the plan's, others only pad the products. Stores keys and values."""
-        num_rows, hidden_size = x.shape
+        num_rows = x.shape[0]
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
         both = heads + kv_heads
-        qkv = self.qkv(F.rms_norm(x, (hidden_size,), self.input_norm, self.norm_eps)).view(num_rows, -1, head_dim)
+        qkv = self.qkv(rms_norm(x, self.input_norm, self.norm_eps)).view(num_rows, -1, head_dim)
         qk = qkv[:, :both]
         if self.head_norm is not None:
-            qk = F.rms_norm(qk, (head_dim,), None, self.head_eps) * self.head_norm
+            qk = rms_norm(qk, None, self.head_eps) * self.head_norm
         rotated = rotary.rotate(qk)
         qkv[:, heads:both] = rotated[:, heads:]
         kv = qkv[: plan.slots.shape[0], heads:]
         store(plan, cache, kv.unflatten(1, (2, kv_heads)))
         x = x + self.o_proj(attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window))
-        normed = F.rms_norm(x, (hidden_size,), self.post_norm, self.post_eps)
+        normed = rms_norm(x, self.post_norm, self.post_eps)
         gate, up = self.gate_up(normed, native=True).chunk(2, dim=-1)
         return x + self.down_proj(self.act_fn(gate) * up)

@@ -30,7 +30,6 @@ from dflash2_ray.serving.openai_api import (
     plain_error,
     read_request,
     response_body,
-    usage_body,
     usage_of,
 )
 
@@ -109,22 +108,21 @@ class Ingress:
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of all choices as they come, then usage if asked for, then [DONE]."""
         generations: dict[int, Generation] = {}
-        counts = dict.fromkeys(range(len(streams)), 0)
         head = envelope.head(streaming=True)
         usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
         try:
             if envelope.chat:
                 yield _event({**head, "choices": [chunk_choice(envelope, 0, "", first=True)], **usage})
             async for index, chunk in _merged(streams, firsts):
-                counts[index] += len(chunk.token_ids)
                 if chunk.generation is not None:
                     generations[index] = chunk.generation
+                token_ids = list(chunk.token_ids)
                 for choice in _choices(envelope, index, chunk):
                     if asked.return_token_ids:
-                        choice["token_ids"] = list(chunk.token_ids)
+                        choice["token_ids"], token_ids = token_ids, []  # each id once, in the first event of its chunk
                     body = {**head, "choices": [choice], **usage}
-                    if asked.continuous_usage and chunk.generation is not None:
-                        body["usage"] = usage_body(chunk.generation.usage.prompt_tokens, counts[index])
+                    if asked.continuous_usage:
+                        body["usage"] = chunk.usage.as_dict()
                     yield _event(body)
             done = [generations[index] for index in range(len(streams))]
             if asked.include_usage:

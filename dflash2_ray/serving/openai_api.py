@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash2_ray.core.generation import Generation
+from dflash2_ray.core.generation import Generation, Usage
 from dflash2_ray.errors import InvalidRequest, RequestError, UnknownModel, http_error
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
@@ -222,16 +222,7 @@ def usage_of(generations: list[Generation]) -> dict[str, Any]:
     """The `usage` object over all choices."""
     prompt = sum(generation.usage.prompt_tokens for generation in generations)
     completion = sum(generation.usage.completion_tokens for generation in generations)
-    return usage_body(prompt, completion)
-
-
-def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """An OpenAI `usage` object."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    return Usage(prompt, completion).as_dict()
 
 
 def chunk_choice(

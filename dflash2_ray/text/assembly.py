@@ -30,10 +30,11 @@ class TextAssembler:
         if delta.finish_reason is not None:
             text += self._detokenizer.finish()
         self._text.append(text)
-        generation = self._generation(delta) if delta.finish_reason is not None else None
-        return GenerationChunk(self._request_id, text, tuple(delta.token_ids), delta.finish_reason, generation)
+        usage = Usage(self._num_prompt_tokens, len(self._token_ids))
+        generation = self._generation(delta, usage) if delta.finish_reason is not None else None
+        return GenerationChunk(self._request_id, text, tuple(delta.token_ids), usage, delta.finish_reason, generation)
 
-    def _generation(self, delta: RequestDelta) -> Generation:
+    def _generation(self, delta: RequestDelta, usage: Usage) -> Generation:
         now = time.perf_counter()
         first = now if self._first_token is None else self._first_token
         count = len(self._token_ids)
@@ -48,6 +49,6 @@ class TextAssembler:
             token_ids=self._token_ids,
             finish_reason=delta.finish_reason or "stop",
             stop_reason=delta.stop_reason,
-            usage=Usage(self._num_prompt_tokens, count),
+            usage=usage,
             metrics={"speculative_decoding": delta.stats, "timing": timing},
         )

@@ -87,6 +87,24 @@ def test_token_ids_in_and_out(idle, engine):
     assert [token for event in streamed for token in event["choices"][0]["token_ids"]] == expected.token_ids
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_streams_give_each_token_id_once_and_running_counts(idle, route):
+    asked = {"prompt": "import os"} if route == "completions" else {"messages": CHAT}
+    body = {**asked, "temperature": 0, "max_tokens": 30, "return_token_ids": True}
+    whole = idle.http.post(f"/v1/{route}", json=body).json()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    pieces = [p for p in events(idle.http.post(f"/v1/{route}", json={**body, "stream": True, "stream_options": options})) if p["choices"]]
+    ids = [token for piece in pieces for token in piece["choices"][0].get("token_ids", [])]
+    assert ids == whole["choices"][0]["token_ids"]
+    counted = [piece for piece in pieces if "token_ids" in piece["choices"][0]]
+    seen = 0
+    for piece in counted:
+        seen += len(piece["choices"][0]["token_ids"])
+        prompt = whole["usage"]["prompt_tokens"]
+        assert piece["usage"] == {"prompt_tokens": prompt, "completion_tokens": seen, "total_tokens": prompt + seen}
+    assert len(counted) > 2
+
+
 @pytest.mark.parametrize("how", ["body", "header"])
 def test_speculation_per_request(idle, how):
     body = {"messages": CHAT, "temperature": 0, "max_tokens": 40}
