@@ -38,14 +38,26 @@ class ServiceConfig(BaseModel):
         "auto", description="auto: stop tokens and sampling defaults from the target's generation_config.json."
     )
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus completion, in tokens.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Target ranks. This version serves 1.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Target ranks; one GPU each (on a CPU: one process each).")
     drafter_placement: Literal["auto", "colocated", "separate"] = Field(
-        "auto", description="Where the drafter runs. This version serves `colocated`."
+        "auto", description="colocated: inside target rank 0; separate: an actor and, on GPUs, a GPU of its own. auto: separate "
+        "where the cluster has a GPU to spare, else colocated."
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, description="Draft slots per request; default: draft block size - 1. 0 switches speculation off."
     )
-    pipeline: Literal["auto", "serial", "split"] = Field("auto", description="Step schedule. This version: serial.")
+    draft_width: Literal["auto", "fixed"] = Field(
+        "auto", description="auto: the drafted tokens per request follow the load, up to num_speculative_tokens, by measured step "
+        "times and acceptance; 0 included. fixed: always num_speculative_tokens."
+    )
+    draft_deadline_ms: float | None = Field(
+        None, gt=0, description="How long a step waits for a proposal before its request decodes plainly; default: from the "
+        "measured proposal times."
+    )
+    pipeline: Literal["auto", "serial", "split"] = Field(
+        "auto", description="serial: draft, then verify. split: two halves of the batch, one drafted while the other is verified "
+        "(needs a separate drafter). auto: chosen from measured times."
+    )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU that this service may fill.")
     num_kv_pages: int | None = Field(None, ge=1, description="KV pages; default: from the memory at hand.")
@@ -116,9 +128,10 @@ class TargetFacts:
     dtype: str
     weight_bytes: int
 
-    def kv_bytes_per_token(self, item_bytes: int) -> int:
-        """Bytes of keys and values of all layers for one token."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * item_bytes
+    def kv_bytes_per_token(self, item_bytes: int, num_ranks: int = 1) -> int:
+        """Bytes of keys and values of all layers for one token on one of `num_ranks` ranks."""
+        heads = max(1, self.num_kv_heads // num_ranks)
+        return self.num_layers * 2 * heads * self.head_dim * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +164,11 @@ class EngineConfig:
     device: Literal["cpu", "cuda"]
     max_model_len: int
     tensor_parallel_size: int
-    drafter_placement: Literal["colocated"]
+    drafter_placement: Literal["colocated", "separate"]
     num_speculative_tokens: int
-    pipeline: Literal["serial"]
+    draft_width: Literal["auto", "fixed"]
+    draft_deadline_ms: float | None  # None: follows the measured proposal times
+    pipeline: Literal["serial", "split", "auto"]
     page_size: int
     num_kv_pages: int
     max_num_seqs: int
@@ -175,15 +190,20 @@ def resolve(
 
     Raises ConfigError naming the key, the value got and the values allowed.
     """
-    check_offered(config)
     device = _resolve_device(config, machine)
     speculative_tokens = _resolve_speculative_tokens(config, drafter)
     max_model_len = _resolve_max_model_len(config, target)
     batched_tokens = _resolve_batched_tokens(config, speculative_tokens)
     dtype: Dtype = "float32" if config.dtype == "float32" or (target.dtype == "float32" and config.dtype == "auto") else "bfloat16"
     item_bytes = 4 if device == "cpu" else {"float32": 4, "bfloat16": 2}[dtype]
-    per_token = target.kv_bytes_per_token(item_bytes) + (drafter.kv_bytes_per_token(item_bytes) if drafter else 0)
-    pages = _resolve_pages(config, machine, device, target, drafter, per_token, max_model_len, speculative_tokens)
+    placement = _resolve_placement(config, drafter)
+    check_ranks(config.tensor_parallel_size, target)
+    per_token = target.kv_bytes_per_token(item_bytes, config.tensor_parallel_size)
+    weight_bytes = target.weight_bytes // config.tensor_parallel_size
+    if drafter and placement == "colocated":
+        per_token += drafter.kv_bytes_per_token(item_bytes)
+        weight_bytes += drafter.weight_bytes
+    pages = _resolve_pages(config, machine, device, weight_bytes, per_token, max_model_len, speculative_tokens)
     return EngineConfig(
         target=config.target,
         drafter=(config.drafter or drafter.name) if drafter else None,
@@ -191,10 +211,12 @@ def resolve(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        tensor_parallel_size=1,
-        drafter_placement="colocated",
+        tensor_parallel_size=config.tensor_parallel_size,
+        drafter_placement=placement,
         num_speculative_tokens=speculative_tokens,
-        pipeline="serial",
+        draft_width=config.draft_width,
+        draft_deadline_ms=config.draft_deadline_ms,
+        pipeline="serial" if placement == "colocated" else config.pipeline,
         page_size=config.page_size,
         num_kv_pages=pages,
         max_num_seqs=config.max_num_seqs,
@@ -206,14 +228,28 @@ def resolve(
     )
 
 
-def check_offered(config: ServiceConfig) -> None:
-    """Refuse what this version serves on no machine. Raises ConfigError, naming the key."""
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(f"tensor_parallel_size: this version runs one target rank (1), got {config.tensor_parallel_size}")
-    if config.drafter_placement == "separate":
-        raise ConfigError("drafter_placement: this version places the drafter `colocated`, got 'separate'")
-    if config.pipeline == "split":
-        raise ConfigError("pipeline: this version runs `serial`, got 'split'")
+def check_ranks(num_ranks: int, target: TargetFacts) -> None:
+    """Whether the target's heads can be divided: query heads evenly, key/value heads evenly or replicated evenly.
+
+    Raises ConfigError naming both numbers.
+    """
+    if target.num_heads % num_ranks:
+        raise ConfigError(
+            f"tensor_parallel_size: {num_ranks} ranks cannot share the {target.num_heads} query heads of {target.name!r} evenly"
+        )
+    if target.num_kv_heads % num_ranks and num_ranks % target.num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size: {num_ranks} ranks can neither share nor replicate the {target.num_kv_heads} key/value heads "
+            f"of {target.name!r} evenly"
+        )
+
+
+def _resolve_placement(config: ServiceConfig, drafter: DrafterFacts | None) -> Literal["colocated", "separate"]:
+    """`auto` that reaches an engine means one process: only a unit knows of GPUs to spare, and says so (`engine.placement`)."""
+    separate = config.drafter_placement == "separate" and drafter is not None
+    if config.pipeline == "split" and not separate:
+        raise ConfigError("pipeline: `split` needs drafter_placement=separate and a drafter; use serial or auto")
+    return "separate" if separate else "colocated"
 
 
 def _resolve_device(config: ServiceConfig, machine: MachineFacts) -> Literal["cpu", "cuda"]:
@@ -267,8 +303,7 @@ def _resolve_pages(
     config: ServiceConfig,
     machine: MachineFacts,
     device: str,
-    target: TargetFacts,
-    drafter: DrafterFacts | None,
+    weight_bytes: int,
     kv_bytes_per_token: int,
     max_model_len: int,
     speculative_tokens: int,
@@ -284,9 +319,8 @@ def _resolve_pages(
             )
         return config.num_kv_pages
     page_bytes = config.page_size * kv_bytes_per_token
-    weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
     if device == "cuda":
-        budget = int(machine.gpu_memory_bytes * config.gpu_memory_utilization) - weights - 1024 * MIB
+        budget = int(machine.gpu_memory_bytes * config.gpu_memory_utilization) - weight_bytes - 1024 * MIB
     else:
         budget = min(machine.memory_bytes // 4, 4096 * MIB)
     if budget < least * page_bytes:

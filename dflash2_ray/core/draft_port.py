@@ -21,12 +21,17 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A request begins. temperature: below 1e-5 the walk is greedy. seed: the request's 64-bit noise key."""
+    """A request begins. temperature: below 1e-5 the walk is greedy. seed: the request's 64-bit noise key.
+
+    matching: the target verifies by token matching (`sampling.rejection`), so the walk draws with the target's own noise and
+    sends no q.
+    """
 
     request_id: str
     epoch: int
     temperature: float
     seed: int
+    matching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +107,15 @@ class DraftPort(Protocol):
         message that is stale."""
         ...
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
-        """Proposals for `wanted`, in any order; a request that cannot be drafted for is left out (the target then
-        decodes it plainly in the same step)."""
+    def ask(self, wanted: Sequence[Wanted]) -> None:
+        """Ask for proposals; the drafter may start. Never blocks on its work. A request has at most one asked proposal: a
+        later `ask` for it replaces the earlier one."""
+        ...
+
+    def collect(self, wanted: Sequence[Wanted], deadline_s: float | None = None) -> list[Proposal]:
+        """Proposals for what was asked, in any order, waiting for at most `deadline_s` seconds (None: the port's own limit).
+        A request that cannot be drafted for, or is late, is left out (the target then decodes it plainly in the same
+        step); a proposal that comes later is dropped and counted."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -114,3 +125,9 @@ class DraftPort(Protocol):
     def close(self) -> None:
         """Release the drafter's resources."""
         ...
+
+
+def propose(port: DraftPort, wanted: Sequence[Wanted], deadline_s: float | None = None) -> list[Proposal]:
+    """Ask and wait: the serial use of a port."""
+    port.ask(wanted)
+    return port.collect(wanted, deadline_s)

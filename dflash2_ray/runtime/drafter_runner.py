@@ -185,7 +185,10 @@ class ColocatedDraftPort:
     def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
         self.runner.apply(messages)
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+    def ask(self, wanted: Sequence[Wanted]) -> None:
+        """Nothing to do ahead: this process has one thread for both models."""
+
+    def collect(self, wanted: Sequence[Wanted], deadline_s: float | None = None) -> list[Proposal]:
         return self.runner.propose(wanted)
 
     def counters(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash2_ray.config import EngineConfig
 from dflash2_ray.core.admission import check_spec
-from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted
+from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted, propose
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.request import Request
@@ -127,7 +127,7 @@ class TargetLoop:
         if not wanted:
             return {}
         try:
-            proposed = self.draft_port.propose(list(wanted.values()))
+            proposed = propose(self.draft_port, list(wanted.values()))
         except Exception:  # a drafter that fails costs speed, never an answer
             logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
             self._stop_drafting_all([part.request for part in planned])

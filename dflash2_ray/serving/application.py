@@ -7,7 +7,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from dflash2_ray.config import ServiceConfig, check_offered
+from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
 from dflash2_ray.engine.placement import place_unit
 from dflash2_ray.engine.unit import Unit
@@ -20,7 +20,6 @@ _HEALTH_PERIOD_S = 2.0
 
 def build_application(config: ServiceConfig) -> Application:
     """Bind both deployments. Raises ConfigError for what no machine could serve; the rest is decided where the unit runs."""
-    check_offered(config)
     in_flight = config.max_num_seqs + config.max_queued_requests
     placement = place_unit(config, _num_gpus())
     unit: Any = serve.deployment(

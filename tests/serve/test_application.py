@@ -32,9 +32,8 @@ def test_default_app_for_serve_build(service):
     [
         ({"dtyp": "float32"}, "did you mean 'dtype'"),
         ({"max_num_seqs": "many"}, "max_num_seqs"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"drafter_placement": "separate"}, "drafter_placement"),
-        ({"pipeline": "split"}, "pipeline"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"drafter_placement": "elsewhere"}, "drafter_placement"),
     ],
 )
 def test_settings_that_cannot_be_served(settings, says):

@@ -94,7 +94,10 @@ class ScriptedDrafter:
             elif isinstance(message, Close):
                 assert self.contexts.pop(message.request_id).epoch == message.epoch
 
-    def propose(self, wanted):
+    def ask(self, wanted):
+        pass
+
+    def collect(self, wanted, deadline_s=None):
         proposals = []
         for want in wanted:
             context = self.contexts[want.request_id]
@@ -134,6 +137,8 @@ def make_loop(drafter=None, *, eos=(), **settings):
         "tensor_parallel_size": 1,
         "drafter_placement": "colocated",
         "num_speculative_tokens": 3 if drafter else 0,
+        "draft_width": "fixed",
+        "draft_deadline_ms": None,
         "pipeline": "serial",
         "page_size": 4,
         "num_kv_pages": 64,

@@ -172,6 +172,8 @@ def test_defaults():
         "tensor_parallel_size": 1,
         "drafter_placement": "colocated",
         "num_speculative_tokens": 7,
+        "draft_width": "auto",
+        "draft_deadline_ms": None,
         "pipeline": "serial",
         "page_size": 16,
         "num_kv_pages": 16 * 129,
@@ -283,9 +285,8 @@ def test_kv_pages_stay_in_the_memory_at_hand():
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: .*got 2"),
-        ({"drafter_placement": "separate"}, "drafter_placement: .*got 'separate'"),
-        ({"pipeline": "split"}, "pipeline: .*got 'split'"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 ranks .* query heads"),
+        ({"pipeline": "split"}, "pipeline: .*split.* needs drafter_placement=separate"),
         ({"device": "cuda"}, "device: .*no GPU"),
         ({"max_model_len": 2049}, "max_model_len: target 't' supports 2048 positions, got 2049"),
         ({"num_speculative_tokens": 8}, "num_speculative_tokens: drafter 'd' .*at most 7, got 8"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dflash2_ray.core.draft_port import Close, Commit, Open, Rows, RowSpan, Wanted
+from dflash2_ray.core.draft_port import Close, Commit, Open, Rows, RowSpan, Wanted, propose
 from dflash2_ray.models.dflash2 import load_drafter
 from dflash2_ray.models.drafter_checkpoint import expected_shapes
 from dflash2_ray.models.drafter_config import read_drafter_config
@@ -96,7 +96,7 @@ def fresh(drafter, name, base_len, anchor=7, epoch=0, width=WIDTH):
 
 def proposed(port, name, base_len, epoch=0, width=WIDTH):
     """The token ids of the one proposal, None where there is none."""
-    proposals = port.propose([Wanted(name, epoch, base_len, width)])
+    proposals = propose(port, [Wanted(name, epoch, base_len, width)])
     if not proposals:
         return None
     assert len(proposals) == 1
@@ -145,7 +145,7 @@ def test_several_requests_in_one_message(port, drafter):
     one = port()
     one.send([opened("a"), opened("b"), opened("c"), rows(("a", 0, 0, 5), ("b", 0, 0, 1), ("c", 0, 0, 9)),
               Commit("c", 0, 9, 7), Commit("a", 0, 5, 7), Commit("b", 0, 1, 8)])  # fmt: skip
-    got = {p.request_id: p.token_ids for p in one.propose([Wanted("b", 0, 1, 3), Wanted("c", 0, 9, 3), Wanted("a", 0, 5, 3)])}
+    got = {p.request_id: p.token_ids for p in propose(one, [Wanted("b", 0, 1, 3), Wanted("c", 0, 9, 3), Wanted("a", 0, 5, 3)])}
     assert got == {"a": fresh(drafter, "a", 5), "b": fresh(drafter, "b", 1, 8), "c": fresh(drafter, "c", 9)}
 
 
@@ -153,7 +153,7 @@ def test_b18_different_widths_in_one_call(port, drafter):
     one = port()
     one.send([opened("a"), opened("b"), opened("c"), *step("a", 0, 5), *step("b", 0, 12), *step("c", 0, 2)])
     wanted = [Wanted("a", 0, 5, 1), Wanted("b", 0, 12, 3), Wanted("c", 0, 2, 1)]
-    got = {p.request_id: p.token_ids for p in one.propose(wanted)}
+    got = {p.request_id: p.token_ids for p in propose(one, wanted)}
     assert got == {"a": fresh(drafter, "a", 5, width=1), "b": fresh(drafter, "b", 12), "c": fresh(drafter, "c", 2, width=1)}
 
 
@@ -183,7 +183,7 @@ def test_b22_copies_are_equal(port, drafter, copies):
         payload = text[length : length + count].repeat(copies, 1)
         length += count
         one.send([Rows(spans, payload), *[Commit(name, 0, length, 7) for name in names]])
-        got = [p.token_ids for p in one.propose([Wanted(name, 0, length, WIDTH) for name in names])]
+        got = [p.token_ids for p in propose(one, [Wanted(name, 0, length, WIDTH) for name in names])]
         assert got == [fresh(drafter, "a", length)] * copies
 
 
@@ -299,7 +299,7 @@ def test_lost_open(port, drafter):
 def test_only_the_exact_state_is_drafted_for(port, drafter, wanted):
     one = port()
     one.send([opened("a"), opened("b"), *step("a", 0, 5), *step("b", 0, 5)])
-    proposals = one.propose([wanted, Wanted("b", 0, 5, 3)])
+    proposals = propose(one, [wanted, Wanted("b", 0, 5, 3)])
     assert [p.token_ids for p in proposals] == [fresh(drafter, "b", 5)]
     assert sum(one.counters().values()) == 1
 
@@ -384,12 +384,12 @@ def test_sampled_requests(port, drafter):
     one.send([opened("a", temperature=1.5, seed=1), opened("b"), opened("c", temperature=1.5, seed=2), opened("d", temperature=1.5, seed=1)])
     one.send([message for name in "abc" for message in step(name, 0, 5)])
     one.send([Rows((RowSpan("d", 0, 0, 5),), context_rows("a")[:5]), Commit("d", 0, 5, 7)])
-    together = {p.request_id: p for p in one.propose([Wanted(name, 0, 5, WIDTH) for name in "abcd"])}
+    together = {p.request_id: p for p in propose(one, [Wanted(name, 0, 5, WIDTH) for name in "abcd"])}
     assert together["b"].candidate_ids is None
     assert together["b"].candidate_probs is None
     assert together["b"].token_ids == fresh(drafter, "b", 5)
     for name in "acd":
-        proposal, (alone,) = together[name], one.propose([Wanted(name, 0, 5, WIDTH)])
+        proposal, (alone,) = together[name], propose(one, [Wanted(name, 0, 5, WIDTH)])
         assert proposal.token_ids == alone.token_ids
         torch.testing.assert_close(torch.as_tensor(proposal.candidate_probs), torch.as_tensor(alone.candidate_probs), rtol=0, atol=1e-5)
         probs, ids = torch.as_tensor(proposal.candidate_probs), torch.as_tensor(proposal.candidate_ids)
@@ -411,7 +411,7 @@ def test_closed_port_keeps_nothing(port):
     one = port(1)
     one.send([opened("a"), *step("a", 0, 5)])
     one.close()
-    assert one.propose([Wanted("a", 0, 5, WIDTH)]) == []
+    assert propose(one, [Wanted("a", 0, 5, WIDTH)]) == []
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -212,10 +212,10 @@ def test_a_drafter_that_fails_costs_no_answer(scripted):
     class Failing(scripted.Drafter):
         calls = itertools.count()
 
-        def propose(self, wanted):
+        def collect(self, wanted, deadline_s=None):
             if next(self.calls) == 2:
                 raise RuntimeError("drafter broke")
-            return super().propose(wanted)
+            return super().collect(wanted, deadline_s)
 
     loop = scripted.make_loop(Failing())
     tokens, last = scripted.run(loop, [scripted.spec("a", [1], max_tokens=30)])["a"]
@@ -237,10 +237,10 @@ def test_a_failing_step_ends_its_requests_and_no_others(scripted):
 
 def test_a_proposal_that_does_not_fit_is_dropped(scripted):
     class Stale(scripted.Drafter):
-        def propose(self, wanted):
+        def collect(self, wanted, deadline_s=None):
             from dataclasses import replace
 
-            return [replace(p, base_len=p.base_len - 1) for p in super().propose(wanted)]
+            return [replace(p, base_len=p.base_len - 1) for p in super().collect(wanted, deadline_s)]
 
     loop = scripted.make_loop(Stale())
     tokens, last = scripted.run(loop, [scripted.spec("a", [1], max_tokens=9)])["a"]
