@@ -127,7 +127,8 @@ def map_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> list[GpuSeat]
     seats: list[GpuSeat] = []
     for unit in range(config.num_replicas):
         home: str | None = None
-        for bundle, roles in _roles(placement).items():
+        pickiest_first = sorted(_roles(placement).items(), key=lambda one: (not placement.labels[one[0]], -len(one[1])))
+        for bundle, roles in pickiest_first:
             fitting = [
                 node for node in nodes
                 if node.num_gpus - taken[node.name] >= len(roles) and placement.labels[bundle].items() <= node.labels.items()
@@ -139,7 +140,7 @@ def map_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> list[GpuSeat]
             for role in roles:
                 seats.append(GpuSeat(node.name, taken[node.name], unit, role))
                 taken[node.name] += 1
-    return seats
+    return sorted(seats, key=lambda seat: (seat.unit, seat.role == "drafter", seat.role))
 
 
 def _roles(placement: UnitPlacement) -> dict[int, list[str]]:
