@@ -140,7 +140,7 @@ def map_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> list[GpuSeat]
             for role in roles:
                 seats.append(GpuSeat(node.name, taken[node.name], unit, role))
                 taken[node.name] += 1
-    return sorted(seats, key=lambda seat: (seat.unit, seat.role == "drafter", seat.role))
+    return sorted(seats, key=lambda seat: (seat.unit, seat.role == "drafter", len(seat.role), seat.role))
 
 
 def _roles(placement: UnitPlacement) -> dict[int, list[str]]:

@@ -40,6 +40,7 @@ class RankGroup:
         self.facts: dict[str, Any] = {}
         self.target_folder = ""
         self.pulse: dict[str, Any] = {}
+        self.num_items = 0  # that the step loop has delivered
         self.whereabouts: list[dict[str, Any]] = []
         self._config = config
         self._placement = placement
@@ -113,6 +114,7 @@ class RankGroup:
                     self.pulse = frame["pulse"]
                     continue
                 for item in frame.get("deltas") or [frame]:
+                    self.num_items += 1
                     self._on_item(item)
         except ChannelClosed as error:
             self._lose(f"the connection to target rank 0 closed: {error}")

@@ -24,7 +24,7 @@ from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 logger = logging.getLogger("ray.serve")
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 _HOLD_S = 5.0  # how long a request waits here for the next generation before its client is told to look elsewhere
-_MOST_REBUILDS, _REBUILD_WINDOW_S = 3, 600.0  # more losses than this and the whole unit is replaced
+_MOST_FRUITLESS = 3  # generations in a row that brought no token: then the whole unit is replaced
 _WATCH_PERIOD_S = 0.5
 
 
@@ -38,7 +38,7 @@ class Unit:
         self._serving = asyncio.Event()
         self._failed: str | None = None
         self._stopping = False
-        self._rebuilds: list[float] = []
+        self._num_fruitless = 0
         self._num_rebuilds = 0
         self._last_rebuild_s: float | None = None
         self._keeper = DrafterKeeper(config, placement, self._send_address) if placement.separate else None
@@ -133,13 +133,11 @@ class Unit:
     async def _rebuild(self, reason: str) -> bool:
         """Start generations until one serves; False when the unit gives up and Serve has to replace it."""
         while True:
-            now = time.monotonic()
-            self._rebuilds = [at for at in self._rebuilds if now - at < _REBUILD_WINDOW_S]
-            if len(self._rebuilds) >= _MOST_REBUILDS:
-                self._failed = f"{len(self._rebuilds)} generations of ranks were lost in {_REBUILD_WINDOW_S:.0f} s, the last: {reason}"
+            self._num_fruitless = 0 if self._group.num_items else self._num_fruitless + 1
+            if self._num_fruitless >= _MOST_FRUITLESS:
+                self._failed = f"{self._num_fruitless} generations of ranks in a row were lost before their first token, the last: {reason}"
                 logger.error("%s; the unit gives up and is replaced", self._failed)
                 return False
-            self._rebuilds.append(now)
             self._num_rebuilds += 1
             self._group = RankGroup(self.config, self._placement, self._group.generation + 1, self._deliver)
             try:
