@@ -72,7 +72,10 @@ def pack_step(messages: Sequence[Message], generation: int, number: int, *, by_l
     frame = Frame(head("step", generation, number, messages=[]))
     for message in messages:
         if isinstance(message, Rows):
-            (frame.tensors if by_lane else frame.buffers).append(_lane_ready(message.rows) if by_lane else as_bytes(message.rows))
+            if by_lane:
+                frame.tensors.append(message.rows.detach().contiguous())
+            else:
+                frame.buffers.append(as_bytes(message.rows))
             spans = [[span.request_id, span.epoch, span.first_position, span.num_rows] for span in message.spans]
             packed = ["rows", spans, _NAMES[message.rows.dtype], list(message.rows.shape), by_lane]
         elif isinstance(message, Open):
@@ -181,7 +184,7 @@ def _unpack_answer(header: Mapping[str, Any], buffers: Sequence[bytearray]) -> A
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a CPU tensor (a copy only where it is not contiguous)."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def from_bytes(buffer: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -197,10 +200,6 @@ def from_bytes(buffer: bytearray, dtype: str, shape: Sequence[int]) -> torch.Ten
     if count == 0:
         return torch.empty(tuple(shape), dtype=kind)
     return torch.frombuffer(buffer, dtype=kind).view(tuple(shape))
-
-
-def _lane_ready(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
 
 
 def _reading(kind, unpack):  # type: ignore[no-untyped-def]
