@@ -97,7 +97,7 @@ def _new_group(transport: str, store: distributed.Store, rank: int, host: str, t
         nccl = distributed.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return distributed.ProcessGroupNCCL(store, rank, 2, nccl)
-    gloo = distributed.ProcessGroupGloo.Options()
+    gloo: Any = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs do not know it
     gloo._timeout = timeout
     gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
     return distributed.ProcessGroupGloo(store, rank, 2, gloo)
