@@ -21,14 +21,11 @@ class Drafter(WorkerActor):
         from dflash2_ray.runtime.build import build_drafter_runner, draw_blueprint
         from dflash2_ray.runtime.drafter_server import DrafterServer
 
-        runner = build_drafter_runner(draw_blueprint(config, self._note), self._note)
-        self._server = DrafterServer(runner, ray.util.get_node_ip_address(), secrets.token_hex(16))
+        runner = build_drafter_runner(draw_blueprint(config, self._note))
+        self._server = DrafterServer(runner, secrets.token_hex(16), host=ray.util.get_node_ip_address())
         return dict(self._server.address)
 
     def run(self) -> str:
-        """Serve targets for life; returns why it ended."""
-        return str(self._server.run())
-
-    def describe(self) -> dict[str, Any]:
-        """Counters and steps of the server."""
-        return dict(self._server.describe())
+        """Serve one target after the other, for life; returns why it ended."""
+        self._server.serve()
+        return "stopped"

@@ -46,7 +46,8 @@ def place_unit(config: ServiceConfig, num_gpus_in_cluster: float) -> UnitPlaceme
     on_gpu = uses_gpus(config, num_gpus_in_cluster)
     worker = {"GPU": 1.0, "CPU": WORKER_CPUS_ON_GPU} if on_gpu else {"CPU": WORKER_CPUS_ON_CPU}
     num_ranks = config.tensor_parallel_size
-    bundles, labels = [{"CPU": REPLICA_CPUS}], [{}]
+    bundles: list[dict[str, float]] = [{"CPU": REPLICA_CPUS}]
+    labels: list[dict[str, str]] = [{}]
     if config.rank_placement == "spread":
         bundles += [dict(worker) for _ in range(num_ranks)]
         rank_bundles = tuple(range(1, num_ranks + 1))

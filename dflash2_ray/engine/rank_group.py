@@ -60,7 +60,9 @@ class RankGroup:
         self._ranks, self.whereabouts = [self._ranks[i] for i in order], [places[i] for i in order]
         rendezvous = None
         if len(self._ranks) > 1:
-            rendezvous = await self._ranks[0].open_rendezvous.remote(self.generation, len(self._ranks))
+            rendezvous = await self._ranks[0].open_rendezvous.remote(
+                self.generation, len(self._ranks), self._config.step_timeout_s
+            )
         loads = [
             rank.load.remote(self._config, index, len(self._ranks), rendezvous) for index, rank in enumerate(self._ranks)
         ]

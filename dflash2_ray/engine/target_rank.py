@@ -3,20 +3,100 @@
 Ray is called for its life cycle only; requests and deltas travel over a framed socket, tensors over the ranks' own group.
 """
 
+import secrets
 import threading
 from typing import Any
 
+import ray
+
+from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.worker_actor import WorkerActor
 
 
 class TargetRank(WorkerActor):
-    """`load`, on rank 0 `warm_up`, then `run`; rank 0 of several opens the `rendezvous` first."""
+    """Of several ranks rank 0 opens the `rendezvous` first; then all `load`, rank 0 does its `warm_up`, and all `run`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._rendezvous: Any = None
-        self._blueprint: Any = None
+        self._store: Any = None
+        self._listener: Any = None
         self._loop: Any = None
+        self._blueprint: Any = None
+        self._follow: Any = None
         self._server: Any = None
-        self._follower: Any = None
         self._lock = threading.Lock()
+
+    def open_rendezvous(self, generation: int, size: int, timeout_s: float) -> dict[str, Any]:
+        """On rank 0: where the others find the store of the group, and the channel of the passes."""
+        from dflash2_ray.runtime.channel import Listener
+        from dflash2_ray.runtime.process_group import host_store
+
+        host = ray.util.get_node_ip_address()
+        self._store = host_store(host, size, timeout_s)
+        self._listener = Listener(host, secrets.token_hex(16))
+        return {
+            "generation": generation, "host": host, "store_port": self._store.port, "channel": dict(self._listener.address),
+            "timeout_s": timeout_s,
+        }
+
+    def load(self, config: ServiceConfig, rank: int, size: int, rendezvous: dict[str, Any] | None) -> None:
+        """Load this rank's part and join the others. Raises ConfigError, or UnitLost when one does not come."""
+        from dflash2_ray.models.tensor_parallel import Shard
+        from dflash2_ray.runtime.build import build_from_blueprint, draw_blueprint, load_target
+
+        blueprint = self._blueprint = draw_blueprint(config, self._note)
+        if rendezvous is None:
+            self._loop = build_from_blueprint(blueprint, config, self._note)
+            return
+        shard = Shard(rank, size, self._join(rank, size, rendezvous, blueprint.config.device))
+        if rank == 0:
+            from dflash2_ray.runtime.rank_loop import Followers
+
+            followers = Followers.accept(self._listener, size - 1, rendezvous["generation"])
+            self._loop = build_from_blueprint(blueprint, config, self._note, shard=shard, followers=followers)
+            return
+        from dflash2_ray.runtime.channel import Channel
+        from dflash2_ray.runtime.rank_loop import follow
+
+        channel = Channel.connect(rendezvous["channel"], rendezvous["timeout_s"])
+        channel.set_timeout(None)
+        target = load_target(blueprint, shard, self._note)
+        cache = target.allocate_cache(blueprint.config.num_kv_pages, blueprint.config.page_size)
+        self._follow = lambda: follow(target, cache, channel, rendezvous["generation"], blueprint.config.device)
+
+    def _join(self, rank: int, size: int, rendezvous: dict[str, Any], device: str) -> Any:
+        from dflash2_ray.runtime.process_group import RankGroupLink, join_store
+
+        timeout_s = rendezvous["timeout_s"]
+        store = self._store or join_store(rendezvous["host"], rendezvous["store_port"], size, timeout_s)
+        return RankGroupLink(
+            store, rank=rank, size=size, host=ray.util.get_node_ip_address(), device=device,
+            generation=rendezvous["generation"], timeout_s=timeout_s,
+        )
+
+    def warm_up(self, drafter_address: dict[str, Any] | None) -> dict[str, Any]:
+        """On rank 0, while the others run: a first pass through every part; returns what runs, and where to connect."""
+        from dflash2_ray.runtime.loop_server import LoopServer
+        from dflash2_ray.runtime.warm_up import warm_up
+
+        if drafter_address is not None and self._loop.draft_port is not None:
+            self._loop.draft_port.connect(drafter_address)
+        warm_up(self._loop, self._note)
+        host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
+        with self._lock:
+            self._server = LoopServer(self._loop, host, token)
+        return {
+            "host": host,
+            "port": self._server.listener.port,
+            "token": token,
+            "target_folder": str(self._blueprint.target_folder),
+            "facts": self._loop.describe(),
+        }
+
+    def run(self) -> str:
+        """Serve until the unit goes away, or follow until rank 0 does; returns why it ended."""
+        return str(self._follow() if self._follow is not None else self._server.run())
+
+    def describe(self) -> dict[str, Any]:
+        """What the step loop of rank 0 runs, and how full it is."""
+        return dict(self._server.loop.describe())

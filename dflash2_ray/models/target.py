@@ -184,7 +184,7 @@ class Target:
         weights = {}
         for key, whole in layer.state_dict().items():
             shape = tuple(whole.shape)
-            part = plan.slice(key, shape)
+            part = plan.part(key, shape)
             value = files.read(f"{prefix}.{key}", shape, rows=part.rows, columns=part.columns)
             weights[key] = (torch.zeros_like(value) if part.zero else value).to(self.device, dtype)
         assign(layer, {key: value.to(self.activations) for key, value in weights.items()})

@@ -92,7 +92,7 @@ class LayerPlan:
                     raise CheckpointError(f"target: {module} is to be divided as {style!r}; expected colwise or rowwise")
         return None
 
-    def slice(self, name: str, full: Sequence[int]) -> WeightSlice:
+    def part(self, name: str, full: Sequence[int]) -> WeightSlice:
         """What to read of `module.weight` or `module.bias` of the given full shape."""
         module, _, kind = name.rpartition(".")
         style = self.style(module)

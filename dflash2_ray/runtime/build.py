@@ -16,9 +16,14 @@ from dflash2_ray.models.drafter_checkpoint import validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
 from dflash2_ray.models.source import locate, read_target_facts
 from dflash2_ray.models.target import Target
+from dflash2_ray.models.target_ends import read_target_share
+from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
+from dflash2_ray.models.tensor_parallel import Shard
+from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
+from dflash2_ray.runtime.rank_loop import Followers
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
 from dflash2_ray.text.generation_defaults import read_generation_defaults
@@ -68,18 +73,30 @@ def build_target_loop(config: ServiceConfig, progress: Progress | None = None) -
     return build_from_blueprint(draw_blueprint(config, progress), config, progress)
 
 
-def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: Progress | None = None) -> TargetLoop:
-    """Load what the blueprint names and wire the serial loop."""
+def load_target(blueprint: Blueprint, shard: Shard | None = None, progress: Progress | None = None) -> Target:
+    """One rank's part of the target, with the drafter's taps. Raises CheckpointError."""
     limit_threads()
-    engine = blueprint.config
-    taps = blueprint.drafter_config.taps if blueprint.drafter_config else ()
-    target = Target.load(
+    return Target.load(
         blueprint.target_folder,
-        dtype=engine.dtype,
-        device=engine.device,
-        taps=taps,
+        dtype=blueprint.config.dtype,
+        device=blueprint.config.device,
+        taps=blueprint.drafter_config.taps if blueprint.drafter_config else (),
         progress=(lambda done, total: progress("load target", done, total)) if progress else None,
+        shard=shard,
     )
+
+
+def build_from_blueprint(
+    blueprint: Blueprint,
+    config: ServiceConfig,
+    progress: Progress | None = None,
+    *,
+    shard: Shard | None = None,
+    followers: Followers | None = None,
+) -> TargetLoop:
+    """Load what the blueprint names and wire the loop, on rank 0 of `shard.size` ranks."""
+    engine = blueprint.config
+    target = load_target(blueprint, shard, progress)
     projection = None
     port: DraftPort | None = None
     if blueprint.drafter_config is not None and engine.num_speculative_tokens > 0:
@@ -90,15 +107,16 @@ def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: 
         projection = load_context_projection(
             blueprint.drafter_folder, blueprint.drafter_config, engine.dtype, engine.device
         )
-        drafter = load_drafter(
-            blueprint.drafter_folder, blueprint.drafter_config, target.share(), dtype=engine.dtype, device=engine.device
-        )
-        port = ColocatedDraftPort(
-            DrafterRunner(drafter, max_num_requests=engine.max_num_seqs)
-        )
+        if engine.drafter_placement == "separate":
+            port = RemoteDraftPort(draft_deadline_ms=engine.draft_deadline_ms)
+        else:
+            share = target.share() if target.shard.size == 1 else None
+            port = ColocatedDraftPort(build_drafter_runner(blueprint, share))
         if progress:
             progress("load drafter", 1, 1)
-    runner = TargetRunner(target, projection, num_pages=engine.num_kv_pages, page_size=engine.page_size)
+    runner = TargetRunner(
+        target, projection, num_pages=engine.num_kv_pages, page_size=engine.page_size, followers=followers
+    )
     defaults = read_generation_defaults(blueprint.target_folder, config.generation_config)
     return TargetLoop(
         engine,
@@ -107,3 +125,18 @@ def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: 
         eos_token_ids=frozenset(defaults.eos_token_ids),
         vocab_size=blueprint.target.vocab_size,
     )
+
+
+def build_drafter_runner(blueprint: Blueprint, share: TargetShare | None = None) -> DrafterRunner:
+    """The drafter. Without a `share` of a target that is loaded here it reads the target's embedding and head itself.
+    Raises CheckpointError."""
+    limit_threads()
+    if blueprint.drafter_folder is None or blueprint.drafter_config is None:
+        raise CheckpointError("drafter: expected a blueprint with a drafter, got one without")
+    engine = blueprint.config
+    if share is None:
+        share = read_target_share(blueprint.target_folder, dtype=engine.dtype, device=engine.device)
+    drafter = load_drafter(
+        blueprint.drafter_folder, blueprint.drafter_config, share, dtype=engine.dtype, device=engine.device
+    )
+    return DrafterRunner(drafter, max_num_requests=engine.max_num_seqs)

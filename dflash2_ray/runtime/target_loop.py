@@ -16,7 +16,7 @@ from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.request import Request
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
-from dflash2_ray.errors import InvalidRequest
+from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
 
@@ -101,6 +101,8 @@ class TargetLoop:
         proposals = self._draft(planned)
         try:
             batch, result, outcomes = self._verify(planned, proposals)
+        except UnitLost:  # a rank is gone: nothing can go on here, and every request can elsewhere
+            raise
         except Exception as error:  # whatever it was, it ends these requests and no others
             logger.exception("step %d failed; its %d requests end with an error", self.num_steps, len(planned))
             deltas = self.scheduler.fail(planned, f"{type(error).__name__}: {error}")

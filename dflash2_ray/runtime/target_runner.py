@@ -13,6 +13,7 @@ from dflash2_ray.core.draft_port import Proposal
 from dflash2_ray.core.scheduler import Outcome, Planned
 from dflash2_ray.models.target import Target
 from dflash2_ray.runtime.input_batch import InputBatch
+from dflash2_ray.runtime.rank_loop import Followers, run_pass
 from dflash2_ray.sampling.rejection import VerifyRows, verify
 
 
@@ -26,23 +27,29 @@ class TargetPass:
 
 
 class TargetRunner:
-    """One rank of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter."""
+    """Rank 0 of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter; `followers` are
+    the other ranks, None for a single one."""
 
     def __init__(
-        self, target: Target, projection: torch.nn.Module | None, *, num_pages: int, page_size: int
+        self,
+        target: Target,
+        projection: torch.nn.Module | None,
+        *,
+        num_pages: int,
+        page_size: int,
+        followers: Followers | None = None,
     ) -> None:
+        self.followers = followers
         self.target = target
         self.projection = projection
         self.cache = target.allocate_cache(num_pages, page_size)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> TargetPass:
-        """One pass over the batch; stores its keys and values."""
-        hidden, features = self.target.forward(batch.token_ids, batch.positions, batch.attention, self.cache)
-        if batch.num_logit_rows == 0:
-            return TargetPass(None, features)
-        rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-        return TargetPass(self.target.logits(rows), features)
+        """One pass over the batch, on every rank; stores its keys and values. Raises UnitLost when a rank is gone."""
+        if self.followers is not None:
+            self.followers.publish(batch)
+        return TargetPass(*run_pass(self.target, self.cache, batch))
 
     @torch.inference_mode()
     def verify(

@@ -9,7 +9,7 @@ from ray.serve import Application
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
-from dflash2_ray.engine.placement import NodeFacts, map_gpus, place_unit
+from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
 from dflash2_ray.serving.ingress import Ingress
 from dflash2_ray.serving.routes import build_api
@@ -36,7 +36,7 @@ def build_application(config: ServiceConfig) -> Application:
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
-        placement_group_bundle_label_selector=[dict(one) for one in placement.labels] if any(placement.labels) else None,
+        **_label_selector(placement),
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -52,6 +52,13 @@ def build_application(config: ServiceConfig) -> Application:
     )
     application: Application = ingress.bind(config, unit.bind(config, placement), _http_url())
     return application
+
+
+def _label_selector(placement: UnitPlacement) -> dict[str, Any]:
+    """Serve's option for node labels by bundle, if any bundle asks for some."""
+    if not any(placement.labels):
+        return {}
+    return {"placement_group_bundle_label_selector": [dict(one) for one in placement.labels]}
 
 
 def _nodes() -> list[NodeFacts]:
