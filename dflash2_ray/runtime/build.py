@@ -16,6 +16,7 @@ from dflash2_ray.models.drafter_checkpoint import validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
 from dflash2_ray.models.source import locate, read_target_facts
 from dflash2_ray.models.target import Target
+from dflash2_ray.models.target_ends import read_target_share
 from dflash2_ray.models.tensor_files import TensorFiles
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
@@ -107,3 +108,16 @@ def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: 
         eos_token_ids=frozenset(defaults.eos_token_ids),
         vocab_size=blueprint.target.vocab_size,
     )
+
+
+def build_drafter_runner(blueprint: Blueprint) -> DrafterRunner:
+    """The drafter alone, for a process of its own: of the target it reads embedding and head only. Raises CheckpointError."""
+    limit_threads()
+    if blueprint.drafter_folder is None or blueprint.drafter_config is None:
+        raise CheckpointError("drafter: expected a blueprint with a drafter, got one without")
+    engine = blueprint.config
+    share = read_target_share(blueprint.target_folder, dtype=engine.dtype, device=engine.device)
+    drafter = load_drafter(
+        blueprint.drafter_folder, blueprint.drafter_config, share, dtype=engine.dtype, device=engine.device
+    )
+    return DrafterRunner(drafter, max_num_requests=engine.max_num_seqs)
