@@ -21,6 +21,7 @@ from dflash2_ray.runtime.draft_wire import (
     Answer,
     WireError,
     head,
+    kind_of,
     pack_answer,
     pack_ask,
     pack_step,
@@ -222,14 +223,26 @@ def test_hung_needs_silence_and_time(peer, new_port):
 
 
 def test_a_sign_of_life_is_no_silence(peer, new_port):
-    """An answer that comes while another is waited for: late, but not hung."""
-    port = new_port(hung_after=1, hung_after_s=0.0)
+    """An answer that comes while another is waited for: the other is late, but nobody is hung."""
+    now, waiting = [0.0], threading.Event()
+
+    def clock():
+        waiting.set()
+        return now[0]
+
+    port = new_port(hung_after=1, hung_after_s=0.0, clock=clock)
     port.ask([want("a")])
     port.ask([want("b")])
     first = peer.next("ask")["number"]
-    waiter = threading.Thread(target=lambda: port.collect([want("b")], 0.5))
+    waiting.clear()
+    waiter = threading.Thread(target=lambda: port.collect([want("b")], 5.0))
     waiter.start()
+    assert waiting.wait(PATIENCE_S)
     peer.answer(first, draft("a"))
+    until(port, lambda: len(port.timings) == 1)
+    with port._changed:
+        now[0] += 5.0
+        port._changed.notify_all()
     waiter.join(PATIENCE_S)
     assert port.suspect is None
     assert own(port, "missing") == 1
