@@ -129,10 +129,11 @@ def test_killed_and_replaced(transport, start_drafter, new_port, drafter, tmp_pa
     assert not any(counters.get(name) for name in ("missing_rows", "stale_base", "stale_epoch", "too_many_requests", "num_late"))
 
 
-def test_hung(start_drafter, new_port, drafter):
+@pytest.mark.parametrize("transport", ["socket", "gloo"])
+def test_hung(transport, start_drafter, new_port, drafter):
     """Stopped, it costs one deadline a few times, then nothing; awake again, what it says late is dropped and it is used again."""
     process = start_drafter()
-    port = new_port(draft_deadline_ms=50.0, hung_after=3, hung_after_s=0.0)
+    port = new_port(transport=transport, draft_deadline_ms=50.0, hung_after=3, hung_after_s=0.0)
     port.connect(process.address)
     port.send([opened("a"), *step("a", 0, 5)])
     assert proposed(port, "a", 5) == fresh(drafter, "a", 5)

@@ -515,7 +515,7 @@ def test_server_ends_a_connection_whose_contexts_are_half_made(served):
 
 
 def test_server_begins_anew_with_each_target(served):
-    server, runner, connect = served
+    _, runner, connect = served
     first = connect(1)
     put(first, pack_step([Open("a", 0, 0.0, 0)], 1, 1))
     put(first, pack_ask([want("poison")], 1, 2))
@@ -526,7 +526,6 @@ def test_server_begins_anew_with_each_target(served):
     answer = answered(second)
     assert (answer.generation, answer.counters) == (7, {})
     assert [runner.drafted.get(timeout=PATIENCE_S)[1] for _ in range(2)] == [1, 0]
-    assert server.num_steps >= 2
 
 
 def test_server_shows_how_long_it_has_been_busy():
@@ -548,7 +547,7 @@ def test_server_shows_how_long_it_has_been_busy():
     port.close()
     server.stop()
     thread.join(PATIENCE_S)
-    assert server.age_s == 0.0
+    assert (server.num_steps, server.age_s) == (1, 0.0)
 
 
 @pytest.mark.parametrize(
