@@ -20,8 +20,11 @@ class Drafter(WorkerActor):
         """Load the drafter; returns the address where a target connects. Raises ConfigError."""
         from dflash2_ray.runtime.build import build_drafter_runner, draw_blueprint
         from dflash2_ray.runtime.drafter_server import DrafterServer
+        from dflash2_ray.runtime.warm_up import warm_up_drafter
 
-        runner = build_drafter_runner(draw_blueprint(config, self._note))
+        blueprint = draw_blueprint(config, self._note)
+        runner = build_drafter_runner(blueprint)
+        warm_up_drafter(runner, blueprint.config.num_speculative_tokens)
         self._server = DrafterServer(runner, secrets.token_hex(16), host=ray.util.get_node_ip_address())
         return dict(self._server.address)
 

@@ -167,8 +167,9 @@ class Channel:
     def close(self) -> None:
         """Close both directions; a waiting `receive` raises ChannelClosed."""
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits, so that closing the file does not wait for them
         self.socket.close()
+        self._file.close()  # only now is the socket gone, and the other side told that unread bytes stay unread
 
 
 class AsyncChannel:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash2_ray.core.draft_port import Proposal, Rows, Wanted
-from dflash2_ray.errors import ConfigError
 from dflash2_ray.runtime.channel import Channel, ChannelClosed, Listener
 from dflash2_ray.runtime.draft_wire import (
     Answer,
@@ -97,7 +96,7 @@ class DrafterServer:
             return self._serve(channel)
         except ChannelClosed:
             return "stopped" if self.stopped else "the target went away"
-        except (ValueError, KeyError, TypeError, ConfigError, RuntimeError) as error:
+        except Exception as error:  # whatever a target does, the next one is served
             logger.warning("the target is turned away: %s", error)
             self._refuse(channel, str(error))
             return f"the target was turned away: {error}"

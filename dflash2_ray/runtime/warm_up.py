@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 
+import torch
+
+from dflash2_ray.core.draft_port import Close, Commit, Open, Rows, RowSpan, Wanted
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
+from dflash2_ray.runtime.drafter_runner import DrafterRunner
 from dflash2_ray.runtime.target_loop import TargetLoop
 
 Progress = Callable[[str, float, float], None]
@@ -25,3 +29,14 @@ def warm_up(loop: TargetLoop, progress: Progress | None = None) -> None:
             loop.step()
     if progress:
         progress("warm up", len(rounds), len(rounds))
+
+
+def warm_up_drafter(runner: DrafterRunner, width: int) -> None:
+    """The same for a drafter in a process of its own, before it has a target: a greedy and a sampled draft of `width` tokens."""
+    drafter = runner.drafter
+    rows = torch.zeros(8, drafter.config.hidden_size, dtype=drafter.activations, device=drafter.device)
+    for temperature in (0.0, 1.0):
+        name = f"warm-up-{temperature}"
+        runner.apply([Open(name, 0, temperature, 0), Rows((RowSpan(name, 0, 0, 8),), rows), Commit(name, 0, 8, 0)])
+        runner.propose([Wanted(name, 0, 8, width)])
+        runner.apply([Close(name, 0)])

@@ -47,6 +47,7 @@ class ServedPort(RemoteDraftPort):
         super().close()
         self.server.stop()
         self.thread.join(60)
+        assert not self.thread.is_alive()
 
 
 def served(transport="socket", unix=False):
@@ -481,3 +482,41 @@ def test_random_disorder(port, drafter, seed):
             one.send([message for message in rng.choice(past) if isinstance(message, (Commit, Close))])
     assert checked == 60
     assert not one.counters().get("missing_rows")
+
+
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "colocated"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_transport_counts_the_same(transport, drafter, seed):
+    """Lost, doubled, swapped, stale and later messages at random: the same proposals and the same counters as colocated."""
+    ports = [TRANSPORTS[name](drafter, 3) for name in ("colocated", transport)]
+    try:
+        rng = random.Random(seed)
+        epochs, lengths, past = dict.fromkeys("abcd", 0), dict.fromkeys("abcd", 0), []
+        for _ in range(60):
+            name = rng.choice("abcd")
+            first, count = lengths[name], rng.randint(1, 5)
+            messages = step(name, first, count, rng.randrange(V), epochs[name])
+            lengths[name] += count
+            if first == 0 or rng.random() < 0.1:
+                messages.insert(0, opened(name, epochs[name], temperature=1.0))
+            if rng.random() < 0.15:
+                messages.append(Close(name, epochs[name]))
+                epochs[name] += 1
+                lengths[name] = 0
+            past.extend(messages)
+            messages = [message for message in messages if rng.random() > 0.05] + rng.sample(past, rng.randint(0, min(3, len(past))))
+            if rng.random() < 0.3:
+                rng.shuffle(messages)
+            wanted = [Wanted(one, epochs[one], lengths[one], rng.randint(1, WIDTH)) for one in "abcd"]
+            seen = []
+            for one in ports:
+                one.send(messages)
+                got = propose(one, wanted)
+                seen.append(sorted((p.request_id, p.epoch, p.base_len, p.token_ids, p.candidate_probs.tolist()) for p in got))
+            assert seen[0] == seen[1]
+        counters = [{name: count for name, count in one.counters().items() if count} for one in ports]
+        assert counters[0] == counters[1]
+        assert set(counters[0]) >= {"stale_base", "stale_epoch", "unknown_request", "missing_rows", "duplicate_open"}
+    finally:
+        for one in ports:
+            one.close()
