@@ -88,7 +88,7 @@ class Proposal:
     """A draft of `width` tokens behind the anchor at position `base_len`.
 
     token_ids: `width` ids. candidate_ids [width, C] int64 and candidate_probs [width, C] fp32 (in process: CPU or device
-    tensors): the realised q row of each slot, zero elsewhere; None for a greedy walk, whose q is one-hot.
+    tensors): the realised q row of each slot, zero elsewhere; None for a greedy or matching walk, whose q is not needed.
     """
 
     request_id: str

@@ -31,6 +31,7 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
+    matching: bool
     max_tokens: int
     stop_token_ids: frozenset[int]
     eos_token_ids: frozenset[int]
@@ -45,9 +46,17 @@ class Request:
 
     @classmethod
     def create(
-        cls, spec: RequestSpec, *, seed: int, max_model_len: int, eos_token_ids: frozenset[int], num_speculative_tokens: int
+        cls,
+        spec: RequestSpec,
+        *,
+        seed: int,
+        matching: bool,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        num_speculative_tokens: int,
     ) -> "Request":
-        """Build the engine's view of an admitted spec. `seed`: 64-bit noise key. `max_model_len` bounds the total."""
+        """Build the engine's view of an admitted spec. `seed`: 64-bit noise key. `matching`: the text must not depend on
+        what is drafted. `max_model_len` bounds the total."""
         params = spec.params
         room = max_model_len - len(spec.prompt_token_ids)
         asked = params.num_speculative_tokens
@@ -63,6 +72,7 @@ class Request:
             num_prompt_tokens=len(spec.prompt_token_ids),
             params=params,
             seed=seed,
+            matching=matching,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_token_ids=frozenset(params.stop_token_ids),
             eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,

@@ -9,7 +9,7 @@ V vocabulary, L layers.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ DFLASH1_CANDIDATES = 128  # tokens that a sampled DFlash 1 slot keeps: its q is 
 @dataclass(frozen=True)
 class Draft:
     """token_ids[r]: S ids. candidate_ids [R, S, C] int64 and candidate_probs [R, S, C] fp32: the rows that the ids of
-    sampled requests were drawn from; None when every request is greedy."""
+    requests drawn by `uniforms` were drawn from; None when there are none."""
 
     token_ids: list[list[int]]
     candidate_ids: torch.Tensor | None
@@ -288,23 +288,41 @@ class Drafter:
         width: int,
         temperatures: Sequence[float],
         uniforms: torch.Tensor | None = None,
+        matching: Sequence[bool] | None = None,
+        token_noise: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Draft:
-        """Draft `width` tokens for each request. uniforms [R, S] fp32 in [0, 1): used for sampled requests only."""
+        """Draft `width` tokens for each request. Greedy requests (temperature < 1e-5) take the best candidate.
+
+        uniforms [R, S] fp32 in [0, 1): sampled requests draw from q by inverse CDF. matching[r] (default: none): request r
+        draws by the race that its target runs too, argmax q / E over the candidates, which is argmax of score / temperature
+        + Gumbel noise; token_noise gives their E, fp64 [M, S, C], for the candidate ids [M, S, C] of the M requests that
+        match, in order.
+        """
         hidden = self.block_hidden(anchors, contexts, width)
         unary, ids = self.candidates(hidden)
         if self.candidate_selector is not None:
             scores = self.candidate_selector.lattice(hidden, unary, ids, torch.tensor(list(anchors), device=self.device))
         else:
             scores = unary[:, :, None]  # every slot for itself: one row, whatever came before
-        sampled = [temperature >= GREEDY_BELOW for temperature in temperatures]
+        warm = [temperature >= GREEDY_BELOW for temperature in temperatures]
+        races = [hot and own for hot, own in zip(warm, matching or [False] * len(warm), strict=True)]
+        sampled = [hot and not own for hot, own in zip(warm, races, strict=True)]
         choices = scores.argmax(-1)
         probs = None
-        if any(sampled):
-            assert uniforms is not None, "sampled requests need noise"
+        if any(warm):
             divisor = torch.tensor([max(t, GREEDY_BELOW) for t in temperatures], dtype=torch.float32, device=self.device)
             probs = torch.softmax(scores / divisor[:, None, None, None], dim=-1)
-            drawn = inverse_cdf(probs, uniforms.to(self.device)[:, :, None].expand(probs.shape[:-1]))
-            choices = torch.where(torch.tensor(sampled, device=self.device)[:, None, None], drawn, choices)
+            if any(races):
+                assert token_noise is not None, "matching requests need noise of their candidates"
+                own_rows = torch.tensor([r for r, one in enumerate(races) if one], device=self.device)
+                noise = token_noise(ids[own_rows])
+                choices[own_rows] = (probs[own_rows].double() / noise[:, :, None]).argmax(-1)
+            if any(sampled):
+                assert uniforms is not None, "sampled requests need noise"
+                drawn = inverse_cdf(probs, uniforms.to(self.device)[:, :, None].expand(probs.shape[:-1]))
+                choices = torch.where(torch.tensor(sampled, device=self.device)[:, None, None], drawn, choices)
+            else:
+                probs = None
         rows = choices.tolist()
         if self.candidate_selector is None:
             paths = [[slot[0] for slot in one] for one in rows]

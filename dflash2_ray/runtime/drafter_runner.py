@@ -16,6 +16,7 @@ from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter
 from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.runtime.pending_rows import take_committed
 from dflash2_ray.sampling.noise import Purpose, uniforms
+from dflash2_ray.sampling.token_noise import exponentials
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class _Drafted:
     epoch: int
     temperature: float
     seed: int
+    matching: bool
     context: DraftContext
     anchor: int | None = None
     base_len: int = 0
@@ -90,7 +92,9 @@ class DrafterRunner:
             self.counters["too_many_requests"] += 1
             return
         context = self.drafter.new_context()
-        self._requests[message.request_id] = _Drafted(message.epoch, message.temperature, message.seed, context)
+        self._requests[message.request_id] = _Drafted(
+            message.epoch, message.temperature, message.seed, message.matching, context
+        )
 
     def _take_rows(self, message: Rows) -> None:
         offset = 0
@@ -156,20 +160,38 @@ class DrafterRunner:
     def _draft(self, width: int, group: Sequence[tuple[Wanted, _Drafted]]) -> list[Proposal]:
         requests = [request for _, request in group]
         temperatures = [request.temperature for request in requests]
+        sampled = [request.temperature >= GREEDY_BELOW and not request.matching for request in requests]
         noise = None
-        if any(temperature >= GREEDY_BELOW for temperature in temperatures):
-            seeds = [request.seed for request in requests for _ in range(width)]
-            positions = [want.base_len + slot for want, _ in group for slot in range(1, width + 1)]
-            noise = uniforms(seeds, positions, Purpose.DRAFT).view(len(group), width)
+        if any(sampled):
+            noise = uniforms(*_draws(group, width), Purpose.DRAFT).view(len(group), width)
+
+        def token_noise(ids: torch.Tensor) -> torch.Tensor:
+            racing = [one for one in group if one[1].matching and one[1].temperature >= GREEDY_BELOW]
+            return exponentials(*_draws(racing, width), ids.flatten(0, 1)).view(ids.shape)
+
         anchors = [request.anchor for request in requests if request.anchor is not None]
-        draft = self.drafter.draft(anchors, [request.context for request in requests], width, temperatures, noise)
+        draft = self.drafter.draft(
+            anchors,
+            [request.context for request in requests],
+            width,
+            temperatures,
+            noise,
+            [request.matching for request in requests],
+            token_noise,
+        )
         proposals = []
-        for r, (want, request) in enumerate(group):
+        for r, (want, _) in enumerate(group):
             ids = probs = None
-            if request.temperature >= GREEDY_BELOW and draft.candidate_ids is not None and draft.candidate_probs is not None:
+            if sampled[r] and draft.candidate_ids is not None and draft.candidate_probs is not None:
                 ids, probs = draft.candidate_ids[r], draft.candidate_probs[r]
             proposals.append(Proposal(want.request_id, want.epoch, want.base_len, tuple(draft.token_ids[r]), ids, probs))
         return proposals
+
+
+def _draws(group: Sequence[tuple[Wanted, _Drafted]], width: int) -> tuple[list[int], list[int]]:
+    """(seeds, positions) of every slot of a group, request by request."""
+    seeds = [request.seed for _, request in group for _ in range(width)]
+    return seeds, [want.base_len + slot for want, _ in group for slot in range(1, width + 1)]
 
 
 class ColocatedDraftPort:

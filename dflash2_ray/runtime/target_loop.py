@@ -64,6 +64,7 @@ class TargetLoop:
             Request.create(
                 spec,
                 seed=self._noise_key(spec),
+                matching=spec.params.seed is not None or self.config.seed is not None,
                 max_model_len=self.config.max_model_len,
                 eos_token_ids=self.eos_token_ids,
                 num_speculative_tokens=self.config.num_speculative_tokens if self.draft_port else 0,
@@ -182,7 +183,9 @@ class TargetLoop:
             if self._opened.get(request.request_id) != request.epoch:
                 if start != 0:
                     continue
-                opens.append(Open(request.request_id, request.epoch, request.params.temperature, request.seed))
+                opens.append(
+                    Open(request.request_id, request.epoch, request.params.temperature, request.seed, request.matching)
+                )
                 self._opened[request.request_id] = request.epoch
             num_rows = request.num_computed - start
             spans.append(RowSpan(request.request_id, request.epoch, start, num_rows))

@@ -72,6 +72,7 @@ class TargetRunner:
             min_p=[param.min_p for param in params],
             seed=[part.request.seed for part in sampling],
             first_position=[len(part.request.token_ids) for part in sampling],
+            matching=[part.request.matching for part in sampling],
         )
         assert result.logits is not None, "a batch with sampling rows has logits"
         verdict = verify(result.logits, rows)

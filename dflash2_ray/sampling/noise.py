@@ -2,8 +2,9 @@
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the key is the 64-bit seed, the
 counter holds the position, and the four output words are the four purposes of that position. So the purposes are
-independent, one evaluation serves them all, and a kernel can reproduce it bit for bit. It must not know batches, steps
-or the order of calls. *Position* is the absolute position of the token that the draw decides.
+independent, one evaluation serves them all, and a kernel can reproduce it bit for bit. Another *stream* (a third word of the
+counter) is independent of these four: `token_noise` takes its keys from one. It must not know batches, steps or the order of
+calls. *Position* is the absolute position of the token that the draw decides.
 """
 
 import enum
@@ -20,6 +21,7 @@ _WEYL_1 = np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _ROUNDS = 10
+TOKEN_STREAM = 1  # the stream of `token_noise`; 0 holds the four purposes
 _FEW = 24  # up to here ten rounds in Python integers beat numpy's cost per call
 
 
@@ -49,10 +51,10 @@ def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _few_words(seed: int, position: int) -> tuple[int, int, int, int]:
+def _few_words(seed: int, position: int, stream: int) -> tuple[int, int, int, int]:
     """The same function on Python integers; drafter and target ask for the same positions, so the last ones are kept."""
     low, multiplier_0, multiplier_1 = 0xFFFFFFFF, 0xD2511F53, 0xCD9E8D57
-    c0, c1, c2, c3 = position & low, (position >> 32) & low, 0, 0
+    c0, c1, c2, c3 = position & low, (position >> 32) & low, stream, 0
     k0, k1 = seed & low, (seed >> 32) & low
     for _ in range(_ROUNDS):
         product_0, product_1 = multiplier_0 * c0, multiplier_1 * c2
@@ -61,15 +63,15 @@ def _few_words(seed: int, position: int) -> tuple[int, int, int, int]:
     return c0, c1, c2, c3
 
 
-def words(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """The four words of each (seed, position): uint64 [4, n] holding 32-bit values. Seeds are taken modulo 2^64."""
+def words(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) -> np.ndarray:
+    """The four words of each (seed, position) in one stream: uint64 [4, n] holding 32-bit values. Seeds are taken modulo 2^64."""
     if len(positions) <= _FEW:
-        rows = [_few_words(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+        rows = [_few_words(seed, position, stream) for seed, position in zip(seeds, positions, strict=True)]
         return np.array(rows, dtype=np.uint64).reshape(len(rows), 4).T
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
     zero = np.zeros_like(position)
-    counter = np.stack([position & _LOW, position >> _SHIFT, zero, zero])
+    counter = np.stack([position & _LOW, position >> _SHIFT, zero + np.uint64(stream), zero])
     return philox(counter, np.stack([seed & _LOW, seed >> _SHIFT]))
 
 

@@ -3,7 +3,13 @@
 Standard rule (Leviathan et al. 2211.17192; Chen et al. 2302.01318), on sparse q: accept draft d of slot i iff
 u·q_i(d) < p_i(d); at the first rejection draw from max(p_i - q_i, 0); behind a fully accepted block draw from the last
 row's p. Block rule: Sun et al. 2403.10444. p carries every option of the request, q only its temperature; q is the very
-row that the draft was drawn from. It must not know models, requests or steps.
+row that the draft was drawn from.
+
+Matching rule (Daliri et al. 2408.07978): every row draws its own token y from p with noise of (seed, position, token id), as
+plain decoding does, and a draft stands iff it equals y. So the text is a function of p, seed and position alone, whatever
+was drafted; drafts only decide how much of it one step finds. q is not used.
+
+It must not know models, requests or steps.
 
 Shapes: R requests, T rows of logits (request r owns num_drafts[r] + 1 of them), V vocabulary, S drafts, C candidates.
 """
@@ -14,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash2_ray.sampling.noise import Purpose, all_uniforms
+from dflash2_ray.sampling.token_noise import race
 from dflash2_ray.sampling.transforms import target_probs
 
 GREEDY_BELOW = 1e-5
@@ -25,6 +32,7 @@ class VerifyRows:
 
     candidate_ids, candidate_probs: [S, C] int64 / fp32, the realised q rows; None: q is one-hot at the draft.
     seed: 64-bit noise key. first_position: absolute position of the token that the request's first row decides.
+    matching: the request is verified by token matching, whatever rule the others follow.
     """
 
     num_drafts: Sequence[int]
@@ -37,6 +45,7 @@ class VerifyRows:
     min_p: Sequence[float]
     seed: Sequence[int]
     first_position: Sequence[int]
+    matching: Sequence[bool]
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class Verdict:
 
 
 def verify(logits: torch.Tensor, rows: VerifyRows, rule: str = "standard") -> Verdict:
-    """Decide every request of the batch: logits fp32 [T, V] → Verdict. rule: `standard` or `block`.
+    """Decide every request of the batch: logits fp32 [T, V] → Verdict. rule: `standard` or `block`, for requests that are
+    neither greedy nor matching.
 
     Greedy requests (temperature < 1e-5) keep the longest prefix that equals the argmax (lowest id among equals) and use
     no noise. Each request's result is a function of its own rows, options, seed and position only.
@@ -62,41 +72,51 @@ def verify(logits: torch.Tensor, rows: VerifyRows, rule: str = "standard") -> Ve
     accepted, tokens = [0] * num_requests, [0] * num_requests
     for r in range(num_requests):
         if greedy[r]:
-            accepted[r], tokens[r] = _verify_greedy(best[starts[r] : starts[r + 1]], rows.drafts[r])
-    sampled = [r for r in range(num_requests) if not greedy[r]]
+            accepted[r], tokens[r] = _longest_prefix(best[starts[r] : starts[r + 1]], rows.drafts[r])
+    matching = [r for r in range(num_requests) if rows.matching[r] and not greedy[r]]
+    if matching:
+        for r, drawn in zip(matching, _drawn(logits, rows, starts, matching), strict=True):
+            accepted[r], tokens[r] = _longest_prefix(drawn, rows.drafts[r])
+    sampled = [r for r in range(num_requests) if not rows.matching[r] and not greedy[r]]
     if sampled:
         probs = _probabilities(logits, rows, starts, sampled)
-        for r, own in zip(sampled, probs, strict=True):
+        for r, own in zip(sampled, probs.split([rows.num_drafts[r] + 1 for r in sampled]), strict=True):
             accepted[r], tokens[r] = _verify_sampled(own, rows, r, rule)
     return Verdict(accepted, tokens)
 
 
-def _verify_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
+def _longest_prefix(decided: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
+    """(drafts equal to the target's own tokens, the target's token behind them)."""
     count = 0
-    for draft, token in zip(drafts, best, strict=False):
+    for draft, token in zip(drafts, decided, strict=False):
         if draft != token:
             break
         count += 1
-    return count, best[count]
+    return count, decided[count]
 
 
-def _probabilities(
-    logits: torch.Tensor, rows: VerifyRows, starts: Sequence[int], sampled: Sequence[int]
-) -> Sequence[torch.Tensor]:
-    """p of every row of the sampled requests, split by request: fp32 [num_drafts + 1, V] each."""
+def _drawn(logits: torch.Tensor, rows: VerifyRows, starts: Sequence[int], matching: Sequence[int]) -> list[list[int]]:
+    """The target's own token y at every row of the matching requests."""
+    seeds = [rows.seed[r] for r in matching for _ in range(rows.num_drafts[r] + 1)]
+    positions = [rows.first_position[r] + row for r in matching for row in range(rows.num_drafts[r] + 1)]
+    tokens = iter(race(_probabilities(logits, rows, starts, matching), seeds, positions))
+    return [[next(tokens) for _ in range(rows.num_drafts[r] + 1)] for r in matching]
+
+
+def _probabilities(logits: torch.Tensor, rows: VerifyRows, starts: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+    """p of every row of the given requests, one request after the other: fp32 [sum of num_drafts + 1, V]."""
     counts = [rows.num_drafts[r] + 1 for r in sampled]
     if sum(counts) != logits.shape[0]:
         picked = [row for r in sampled for row in range(starts[r], starts[r + 1])]
         logits = logits.index_select(0, torch.tensor(picked, device=logits.device))
     per_row = [r for r, count in zip(sampled, counts, strict=True) for _ in range(count)]
-    probs = target_probs(
+    return target_probs(
         logits,
         [rows.temperature[r] for r in per_row],
         [rows.top_k[r] for r in per_row],
         [rows.top_p[r] for r in per_row],
         [rows.min_p[r] for r in per_row],
     )
-    return probs.split(counts)
 
 
 def _verify_sampled(probs: torch.Tensor, rows: VerifyRows, r: int, rule: str) -> tuple[int, int]:

@@ -32,6 +32,7 @@ def rows_of(requests):
         min_p=option("min_p", 0.0),
         seed=option("seed", 0),
         first_position=option("position", 0),
+        matching=option("matching", False),
     )
 
 

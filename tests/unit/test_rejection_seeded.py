@@ -26,6 +26,7 @@ def rows_of(requests, position):
         min_p=[0.0] * count,
         seed=[request[3] for request in requests],
         first_position=[position] * count,
+        matching=[False] * count,
     )
 
 
