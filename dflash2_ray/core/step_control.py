@@ -193,6 +193,10 @@ class StepControl:
         """Run at `width` until told otherwise (None: decide again). Times are learned meanwhile, acceptance is not."""
         self._forced = width
 
+    def reset_times(self) -> None:
+        """Forget all times."""
+        self.verify_times, self.draft_times, self.prefill_times = StepTimes(), StepTimes(), StepTimes()
+
     def describe(self) -> dict[str, Any]:
         """What is chosen and how well it was predicted; plain values. Times are of whole steps, drafts included."""
         now = self._now

@@ -309,6 +309,10 @@ class TargetLoop:
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
 
+    def forget_history(self) -> None:
+        """Set the counters of the loop back: what ran before was a warm-up."""
+        self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0
+
     def close(self) -> None:
         """Release the drafter's side; the loop must not be stepped afterwards."""
         if self.draft_port is not None:
