@@ -19,10 +19,12 @@ from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.errors import InvalidRequest, StepFailed
 from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
+from dflash2_ray.runtime.warm_up import measure
 from dflash2_ray.text.assembly import TextAssembler
 from dflash2_ray.text.text_side import Messages, TextSide
 
 Progress = Callable[[str, float, float], None]
+_MEASURE_S = 1.0  # less than a service takes: whoever builds an `LLM` waits for it
 
 
 class LLM:
@@ -38,6 +40,7 @@ class LLM:
         self._text = TextSide(blueprint.target_folder, service.generation_config, service.chat_template)
         self.tokenizer = self._text.tokenizer
         self._loop = build_from_blueprint(blueprint, service, progress)
+        measure(self._loop, progress, limit_s=_MEASURE_S)
         self.config: EngineConfig = self._loop.config
         self._lock = threading.Lock()
         self._inbox: dict[str, deque[RequestDelta]] = {}

@@ -75,6 +75,11 @@ class StepControl:
         return len(self.widths) > 1 or len(self.schedules) > 1
 
     @property
+    def learns(self) -> bool:
+        """Whether times are of any use: for a choice, or to fill the wait for proposals."""
+        return self.adapts or self.separate
+
+    @property
     def width(self) -> int:
         return self._held[0]
 
@@ -157,7 +162,7 @@ class StepControl:
     def verified(self, num_requests: int, rows: int, seconds: float, num_tokens: int, draft_s: float) -> None:
         """A step of `num_requests` decoding requests, no prefill among them, took `seconds` without its drafts, waited `draft_s`
         for them, and committed `num_tokens`."""
-        if self.adapts:
+        if self.learns:
             self.verify_times.observe(num_requests, rows, seconds)
         if self._forced is None:
             self._show("real_step_s", seconds + draft_s)
@@ -165,12 +170,12 @@ class StepControl:
 
     def prefilled(self, num_requests: int, rows: int, seconds: float) -> None:
         """A step of prefill chunks alone."""
-        if self.adapts:
+        if self.learns:
             self.prefill_times.observe(num_requests, rows, seconds)
 
     def drafted(self, num_requests: int, width: int, seconds: float) -> None:
         """One draft pass for `num_requests` requests at one width."""
-        if self.adapts:
+        if self.learns:
             self.draft_times.observe(num_requests, num_requests * (width + 1), seconds)
 
     def decided(self, num_drafts: int, num_accepted: int) -> None:
@@ -198,12 +203,13 @@ class StepControl:
         self.verify_times, self.draft_times, self.prefill_times = StepTimes(), StepTimes(), StepTimes()
 
     def describe(self) -> dict[str, Any]:
-        """What is chosen and how well it was predicted; plain values. Times are of whole steps, drafts included."""
+        """What is chosen and how well it was predicted; plain values. Times are of one target pass with the wait for its drafts."""
         now = self._now
+        passes = 2 if now is not None and now.schedule == "split" else 1
         return {
             "width": self.width,
             "schedule": self.schedule,
-            "predicted_step_s": now.step_s if now else None,
+            "predicted_step_s": now.step_s / passes if now else None,
             "predicted_tokens_per_s": now.tokens_per_s if now else None,
             "real_step_s": self._shown.get("real_step_s"),
             "tokens_per_step": self._shown.get("tokens_per_step"),

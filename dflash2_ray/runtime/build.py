@@ -19,6 +19,7 @@ from dflash2_ray.models.target import Target
 from dflash2_ray.models.tensor_files import TensorFiles
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
+from dflash2_ray.runtime.pipelined_loop import PipelinedLoop
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
 from dflash2_ray.text.generation_defaults import read_generation_defaults
@@ -64,12 +65,12 @@ def draw_blueprint(config: ServiceConfig, progress: Progress | None = None) -> B
 
 
 def build_target_loop(config: ServiceConfig, progress: Progress | None = None) -> TargetLoop:
-    """Load both models and wire the serial loop. Raises ConfigError or CheckpointError."""
+    """Load both models and wire the step loop. Raises ConfigError or CheckpointError."""
     return build_from_blueprint(draw_blueprint(config, progress), config, progress)
 
 
 def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: Progress | None = None) -> TargetLoop:
-    """Load what the blueprint names and wire the serial loop."""
+    """Load what the blueprint names and wire the loop: the serial one, or the pipelined one for a separate drafter."""
     limit_threads()
     engine = blueprint.config
     taps = blueprint.drafter_config.taps if blueprint.drafter_config else ()
@@ -100,7 +101,8 @@ def build_from_blueprint(blueprint: Blueprint, config: ServiceConfig, progress: 
             progress("load drafter", 1, 1)
     runner = TargetRunner(target, projection, num_pages=engine.num_kv_pages, page_size=engine.page_size)
     defaults = read_generation_defaults(blueprint.target_folder, config.generation_config)
-    return TargetLoop(
+    loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
+    return loop_class(
         engine,
         runner,
         port,

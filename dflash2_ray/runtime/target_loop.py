@@ -144,17 +144,17 @@ class TargetLoop:
         return None if self.config.draft_deadline_ms is None else self.config.draft_deadline_ms / 1000
 
     def _wanted(self, planned: Sequence[Planned]) -> dict[str, Wanted]:
-        """What to ask for. A request at the end of the drafter's range leaves it, drafted for in this step or not."""
+        """What to ask for. A block that would pass the end of the drafter's range ends speculation for its request."""
         if self.draft_port is None:
             return {}
         asking: list[Planned] = []
         for part in planned:
             request = part.request
-            if not request.draftable:
+            if part.width == 0:
                 continue
-            if part.start + part.num_tokens + part.width > self.config.drafter_max_model_len:
+            if part.start + part.width + 1 > self.config.drafter_max_model_len:
                 self._stop_drafting(request, "context_too_long")
-            elif part.width and self._opened.get(request.request_id) == request.epoch:
+            elif self._opened.get(request.request_id) == request.epoch:
                 asking.append(part)
         drafted = self.control.drafted_widths(Counter(part.width for part in asking))
         wanted: dict[str, Wanted] = {}
@@ -231,6 +231,9 @@ class TargetLoop:
             if not request.draftable or self.scheduler.get(request.request_id) is not request:
                 continue
             if request.epoch != part.epoch:
+                continue
+            if request.num_computed > self.config.drafter_max_model_len:
+                self._stop_drafting(request, "context_too_long")
                 continue
             if self._opened.get(request.request_id) != request.epoch:
                 if start != 0:

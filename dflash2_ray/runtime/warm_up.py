@@ -40,10 +40,10 @@ def warm_up(loop: TargetLoop, progress: Progress | None = None) -> None:
 def measure(loop: TargetLoop, progress: Progress | None = None, limit_s: float = MEASURE_S) -> None:
     """Time steps of few and many requests at every width that may be chosen, sizes in turn so that a busy machine disturbs all alike.
 
-    Stops after about `limit_s` seconds, small numbers of requests first. Nothing to choose between: nothing is measured.
+    Stops after about `limit_s` seconds, small numbers of requests first. Times that nobody would use are not measured.
     """
     control = loop.control
-    if control.adapts:
+    if control.learns:
         started = time.perf_counter()
         control.reset_times()  # what the warm-up took is no measure
         counts = _request_counts(loop)
