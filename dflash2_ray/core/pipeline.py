@@ -46,9 +46,9 @@ def balance(running: Sequence[str], groups: Mapping[str, int]) -> dict[str, int]
 
 def draft_time(asked_at: float, collect_started: float, collect_ended: float, expected_s: float | None) -> float | None:
     """What one collect tells about the time from asking to having: all of it when the target had to wait, an upper bound
-    when it had not (worth something only below what is expected); None when it tells nothing."""
+    when it had not (worth something only below what is expected, or when nothing is); None when it tells nothing."""
     elapsed = collect_ended - asked_at
     waited = collect_ended - collect_started
-    if waited >= _NOTICEABLE_S or (expected_s is not None and elapsed < expected_s):
+    if waited >= _NOTICEABLE_S or expected_s is None or elapsed < expected_s:
         return elapsed
     return None
