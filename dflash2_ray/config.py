@@ -46,6 +46,21 @@ class ServiceConfig(BaseModel):
     num_speculative_tokens: int | None = Field(
         None, ge=0, description="Draft slots per request; default: draft block size - 1. 0 switches speculation off."
     )
+    rank_placement: Literal["pack", "spread"] = Field(
+        "pack", description="pack: all target ranks of a unit on one node; spread: each rank may sit on a node of its own."
+    )
+    target_labels: dict[str, str] = Field(
+        default_factory=dict, description="Ray node labels that the target ranks ask for, as key=value,key=value."
+    )
+    drafter_labels: dict[str, str] = Field(
+        default_factory=dict, description="Ray node labels that a separate drafter asks for, as key=value,key=value."
+    )
+    step_timeout_s: float = Field(
+        30.0, gt=0, description="A step that takes longer means a hung rank: the unit's ranks are replaced."
+    )
+    resume_timeout_s: float = Field(
+        120.0, ge=0, description="How long a request waits for a unit that can go on with it before its client sees an error."
+    )
     draft_width: Literal["auto", "fixed"] = Field(
         "auto", description="auto: the drafted tokens per request follow the load, up to num_speculative_tokens, by measured step "
         "times and acceptance; 0 included. fixed: always num_speculative_tokens."
@@ -77,6 +92,8 @@ class ServiceConfig(BaseModel):
                     near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else f". Known keys: {', '.join(sorted(cls.model_fields))}"
                     raise ValueError(f"unknown key {key!r}{hint}")
+                if key in _LABELS and isinstance(data[key], str):
+                    data = {**data, key: _read_labels(key, data[key])}
                 if isinstance(data[key], bool):  # no key is a switch, and pydantic would take True for 1
                     raise ValueError(f"{key}: expected a number or a word, got {data[key]!r}")
         return data
@@ -95,6 +112,16 @@ class ServiceConfig(BaseModel):
         if self.num_speculative_tokens == 0 or (self.drafter or "").lower() == "none":
             return False
         return self.drafter is not None or self.target == "embedded"
+
+
+_LABELS = ("target_labels", "drafter_labels")
+
+
+def _read_labels(key: str, text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if not all(name and sign for name, sign, _ in pairs):
+        raise ValueError(f"{key}: expected key=value,key=value, got {text!r}")
+    return {name: value for name, _, value in pairs}
 
 
 def _problem(row: Any) -> str:
@@ -169,6 +196,7 @@ class EngineConfig:
     draft_width: Literal["auto", "fixed"]
     draft_deadline_ms: float | None  # None: follows the measured proposal times
     pipeline: Literal["serial", "split", "auto"]
+    step_timeout_s: float
     page_size: int
     num_kv_pages: int
     max_num_seqs: int
@@ -217,6 +245,7 @@ def resolve(
         draft_width=config.draft_width,
         draft_deadline_ms=config.draft_deadline_ms,
         pipeline="serial" if placement == "colocated" else config.pipeline,
+        step_timeout_s=config.step_timeout_s,
         page_size=config.page_size,
         num_kv_pages=pages,
         max_num_seqs=config.max_num_seqs,

@@ -17,7 +17,7 @@ from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, Target
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
-from dflash2_ray.errors import InvalidRequest, StepFailed
+from dflash2_ray.errors import ConfigError, InvalidRequest, StepFailed
 from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
 from dflash2_ray.runtime.warm_up import measure
 from dflash2_ray.text.assembly import TextAssembler
@@ -36,6 +36,11 @@ class LLM:
 
     def __init__(self, target: str = "embedded", drafter: str | None = None, *, progress: Progress | None = None, **config: Any):
         service = ServiceConfig.from_keys({"target": target, "drafter": drafter, **config})
+        if service.tensor_parallel_size > 1 or service.drafter_placement == "separate":
+            raise ConfigError(
+                "LLM runs in one process: expected tensor_parallel_size=1 and a colocated drafter, got "
+                f"tensor_parallel_size={service.tensor_parallel_size}, drafter_placement={service.drafter_placement}; serve it instead"
+            )
         blueprint = draw_blueprint(service, progress)
         self._text = TextSide(blueprint.target_folder, service.generation_config, service.chat_template)
         self.tokenizer = self._text.tokenizer

@@ -1,13 +1,17 @@
 """`Client`: the running service from Python, through Ray, without HTTP. The ingress uses the same class.
 
-It tokenises, sends one Ray call per request to a unit, and turns deltas into text. It must not know HTTP.
+It tokenises, sends one Ray call per request (and one more for each time that its unit is lost) to a unit, and turns deltas into
+text. It must not know HTTP.
 """
 
 import asyncio
+import concurrent.futures
+import functools
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -15,31 +19,38 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
-from dflash2_ray.core.wire import pack_spec, unpack_delta, unpack_error
-from dflash2_ray.errors import Overloaded, StepFailed, UnitLost
+from dflash2_ray.engine.resume import ResumableRequest
+from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 from dflash2_ray.text.assembly import TextAssembler
 from dflash2_ray.text.text_side import Messages, TextSide
 
 UNIT_DEPLOYMENT = "unit"
+_RAY_ERRORS = (ray.exceptions.RayError, RayServeException, BackPressureError)
+_T = TypeVar("_T")
 
 
 class Client:
     """`Client(app_name="default")`, with Ray initialised (`ray.init(address="auto")` or inside a cluster).
 
     `generate` and `stream` block; `agenerate` and `astream` are for event loops. Sampling keywords have the names of the
-    HTTP fields. Errors are those of `dflash2_ray.errors`.
+    HTTP fields. A request whose unit is lost goes on at another one, or at the one that comes back, token for token; its
+    client sees an error only when none can take it for `resume_timeout_s`. Errors are those of `dflash2_ray.errors`.
     """
 
-    def __init__(self, app_name: str = "default", *, generation_config: str = "auto") -> None:
+    def __init__(
+        self, app_name: str = "default", *, generation_config: str = "auto", resume_timeout_s: float = 120.0
+    ) -> None:
         self._handle = serve.get_deployment_handle(UNIT_DEPLOYMENT, app_name=app_name)
         self._generation_config = generation_config
+        self._resume_timeout_s = resume_timeout_s
         self._text: TextSide | None = None
 
     @classmethod
-    def from_handle(cls, handle: Any, generation_config: str) -> "Client":
+    def from_handle(cls, handle: Any, generation_config: str, resume_timeout_s: float) -> "Client":
         """The ingress's way in: a handle that Serve bound for it."""
         client = cls.__new__(cls)
         client._handle, client._generation_config, client._text = handle, generation_config, None
+        client._resume_timeout_s = resume_timeout_s
         return client
 
     # ---- blocking -------------------------------------------------------------------------------------------------
@@ -53,11 +64,7 @@ class Client:
         **sampling: Any,
     ) -> list[Generation]:
         """Complete one or several prompts (submitted together), results in order."""
-        streams = [
-            self.stream(one, messages=chat, prompt_token_ids=ids, **sampling)
-            for one, chat, ids in _each(prompt, messages, prompt_token_ids)
-        ]
-        return [_last(list(stream)) for stream in streams]
+        return _background(self.agenerate(prompt, messages=messages, prompt_token_ids=prompt_token_ids, **sampling)).result()
 
     def stream(
         self,
@@ -68,24 +75,8 @@ class Client:
         **sampling: Any,
     ) -> Iterator[GenerationChunk]:
         """Chunks of one generation; submitted at once. Closing the iterator cancels the request."""
-        if self._text is None:
-            self._text = TextSide.from_files(_call(lambda: self._handle.text_files.remote().result()), self._generation_config)
-        spec, assembler = self._prepare(prompt, messages, prompt_token_ids, sampling, None)
-        response = self._handle.options(stream=True).generate.remote(pack_spec(spec))
-        return self._chunks(response, assembler)
-
-    @staticmethod
-    def _chunks(response: Any, assembler: TextAssembler) -> Iterator[GenerationChunk]:
-        finished = False
-        try:
-            while not finished:
-                item = _call(lambda: next(response, None))
-                chunk = _decode(item, assembler)
-                finished = chunk.finish_reason is not None
-                yield chunk
-        finally:
-            if not finished:
-                response.cancel()
+        chunks = self.astream(prompt, messages=messages, prompt_token_ids=prompt_token_ids, **sampling)
+        return _blocking(chunks, _background(_next(chunks)))
 
     # ---- asyncio ----------------------------------------------------------------------------------------------------
 
@@ -94,7 +85,7 @@ class Client:
         if self._text is None:
             try:
                 files = await self._handle.text_files.remote()
-            except (ray.exceptions.RayError, RayServeException) as error:
+            except _RAY_ERRORS as error:
                 raise _translated(error) from None
             self._text = TextSide.from_files(files, self._generation_config)
         return self._text
@@ -103,7 +94,7 @@ class Client:
         """What runs, and how full it is. Raises UnitLost."""
         try:
             return dict(await self._handle.describe.remote())
-        except (ray.exceptions.RayError, RayServeException) as error:
+        except _RAY_ERRORS as error:
             raise _translated(error) from None
 
     async def agenerate(
@@ -132,23 +123,18 @@ class Client:
     ) -> AsyncIterator[GenerationChunk]:
         """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request."""
         await self.text()
-        spec, assembler = self._prepare(prompt, messages, prompt_token_ids, sampling, request_id)
-        response: Any = self._handle.options(stream=True).generate.remote(pack_spec(spec))
-        finished = False
-        try:
-            while not finished:
-                try:
-                    item = await anext(response, None)
-                except (ray.exceptions.RayError, RayServeException, BackPressureError) as error:
-                    raise _translated(error) from None
-                chunk = _decode(item, assembler)
-                finished = chunk.finish_reason is not None
-                yield chunk
-        finally:
-            if not finished:
-                response.cancel()
-
-    # ---- both -------------------------------------------------------------------------------------------------------
+        request = self._prepare(prompt, messages, prompt_token_ids, sampling, request_id)
+        while not request.finished:
+            response: Any = self._handle.options(stream=True).generate.remote(request.attempt())
+            try:
+                while not request.finished:
+                    item = await asyncio.wait_for(_next(response), request.patience_s)
+                    yield request.absorb(item)
+            except (UnitLost, Stopping, Overloaded, TimeoutError, *_RAY_ERRORS) as error:
+                await asyncio.sleep(request.lost(_translated(error)))
+            finally:
+                if not request.finished:
+                    response.cancel()
 
     def _prepare(
         self,
@@ -157,13 +143,45 @@ class Client:
         token_ids: Sequence[int] | None,
         sampling: Mapping[str, Any],
         request_id: str | None,
-    ) -> tuple[RequestSpec, TextAssembler]:
+    ) -> ResumableRequest:
         assert self._text is not None, "text files are fetched first"
         ids = self._text.prompt_ids(prompt, token_ids, messages)
         params = self._text.params(sampling)
         request_id = request_id or f"client-{uuid.uuid4().hex}"
         assembler = TextAssembler(self._text.tokenizer, request_id, len(ids), started=time.perf_counter())
-        return RequestSpec(request_id, tuple(ids), params), assembler
+        return ResumableRequest(RequestSpec(request_id, tuple(ids), params), assembler, self._resume_timeout_s)
+
+
+# ---- blocking use: one event loop in a thread of its own ------------------------------------------------------------------
+
+
+@functools.cache
+def _background_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="dflash2-client", daemon=True).start()
+    return loop
+
+
+def _background(work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
+    return asyncio.run_coroutine_threadsafe(work, _background_loop())
+
+
+async def _next(items: AsyncIterator[_T]) -> _T | None:
+    return await anext(items, None)
+
+
+def _blocking(
+    chunks: AsyncIterator[GenerationChunk], first: "concurrent.futures.Future[GenerationChunk | None]"
+) -> Iterator[GenerationChunk]:
+    """The chunks of an asynchronous stream whose first one is on its way."""
+    try:
+        chunk = first.result()
+        while chunk is not None:
+            yield chunk
+            chunk = _background(_next(chunks)).result()
+    finally:
+        first.cancel()
+        _background(chunks.aclose()).result()  # type: ignore[attr-defined]
 
 
 def _each(prompt: Any, messages: Any, token_ids: Any) -> list[tuple[Any, Any, Any]]:
@@ -181,26 +199,10 @@ def _last(chunks: Sequence[GenerationChunk]) -> Generation:
     return generation
 
 
-def _decode(item: dict[str, Any] | None, assembler: TextAssembler) -> GenerationChunk:
-    if item is None:
-        raise UnitLost("the stream ended early")
-    if "refused" in item:
-        raise unpack_error(item["refused"])
-    delta = unpack_delta(item)
-    if delta.finish_reason == "error":
-        raise StepFailed(delta.error or "the step failed")
-    return assembler.push(delta)
-
-
-def _call(action: Any) -> Any:
-    try:
-        return action()
-    except (ray.exceptions.RayError, RayServeException, BackPressureError) as error:
-        raise _translated(error) from None
-
-
-def _translated(error: Exception) -> Exception:
+def _translated(error: Exception) -> DFlash2Error:
     """Ray's errors as ours: back-pressure is an overload, anything else means that the unit is gone."""
+    if isinstance(error, DFlash2Error):
+        return error
     if isinstance(error, BackPressureError):
         return Overloaded("the service is full; retry later")
     if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error, ray.exceptions.RayActorError):

@@ -1,79 +1,60 @@
-"""One unit: the replica that starts its target rank, hands requests to the step loop and deltas back to their callers.
+"""One unit: the replica that starts its workers, hands requests to the step loop and deltas back to their callers.
 
-A unit is the thing that lives and dies together. When its rank is lost, every request in flight ends with `UnitLost` and the
-health check fails, so that Serve replaces the whole unit. It must not know HTTP or text.
+When a target rank is lost, every request in flight is told `UnitLost` (its `Client` goes on elsewhere, or here again) and the
+next generation of ranks is started; requests that come meanwhile wait for it a little. When the drafter is lost, nothing ends.
+It must not know HTTP or text.
 """
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.wire import pack_error, unpack_spec
-from dflash2_ray.engine.target_rank import TargetRank
-from dflash2_ray.errors import ConfigError, DFlash2Error, Overloaded, Stopping, UnitLost
-from dflash2_ray.runtime.channel import AsyncChannel, ChannelClosed
+from dflash2_ray.engine.drafter_keeper import DrafterKeeper
+from dflash2_ray.engine.placement import UnitPlacement
+from dflash2_ray.engine.rank_group import RankGroup
+from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 
 logger = logging.getLogger("ray.serve")
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
-_PROGRESS_PERIOD_S = 0.5
+_HOLD_S = 5.0  # how long a request waits here for the next generation before its client is told to look elsewhere
+_MOST_FRUITLESS = 3  # generations in a row that brought no token: then the whole unit is replaced
+_WATCH_PERIOD_S = 0.5
 
 
 class Unit:
     """A Serve deployment's class. Build with an awaited `__init__`; one instance per replica."""
 
-    async def __init__(self, config: ServiceConfig, rank_resources: dict[str, float]) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServiceConfig, placement: UnitPlacement) -> None:  # type: ignore[misc]
         self.config = config
+        self._placement = placement
         self._streams: dict[str, asyncio.Queue[dict[str, Any]]] = {}
-        self._lost: str | None = None
+        self._serving = asyncio.Event()
+        self._failed: str | None = None
         self._stopping = False
-        actor: Any = ray.remote(TargetRank)
-        self._rank: Any = actor.options(
-            max_restarts=0,
-            max_concurrency=4,
-            num_cpus=rank_resources.get("CPU", 0),
-            num_gpus=rank_resources.get("GPU", 0),
-            scheduling_strategy=_own_bundle(1),
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_worker_niceness": "0"}},
-        ).remote()
+        self._num_fruitless = 0
+        self._num_rebuilds = 0
+        self._last_rebuild_s: float | None = None
+        self._keeper = DrafterKeeper(config, placement, self._send_address) if placement.separate else None
+        self._group = RankGroup(config, placement, 0, self._deliver)
+        self._tasks: list[asyncio.Task[None]] = []
         try:
-            self._start = await self._load()
-        except Exception:
-            ray.kill(self._rank)
+            drafter = asyncio.ensure_future(self._keeper.start()) if self._keeper else None
+            await self._group.start(drafter)
+        except BaseException:
+            self._close()
             raise
-        self.facts: dict[str, Any] = self._start["facts"]
+        self.facts = self._group.facts
+        self._target_folder = Path(self._group.target_folder)
         self._limit = self.facts["config"]["max_num_seqs"] + self.facts["config"]["max_queued_requests"]
-        self._alive = self._rank.run.remote()
-        self._channel = await AsyncChannel.connect(self._start["host"], self._start["port"], self._start["token"])
-        self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
-
-    async def _load(self) -> dict[str, Any]:
-        """Load with a line of progress whenever a phase or a tenth of it is done."""
-        loading = asyncio.ensure_future(self._rank.load.remote(self.config))
-        shown: tuple[str, int] = ("", -1)
-        while True:
-            done, _ = await asyncio.wait({loading}, timeout=_PROGRESS_PERIOD_S)
-            if done:
-                break
-            phase, at, total = await self._rank.progress.remote()
-            step = (phase, int(10 * at / max(total, 1)))
-            if step != shown:
-                logger.info("start-up: %s %d %%", phase, 100 * at / max(total, 1))
-                shown = step
-        try:
-            return dict(loading.result())
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ConfigError):
-                logger.error("this configuration cannot be served: %s", error.cause)
-                raise error.cause from None
-            raise
+        self._serving.set()
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch_drafter())]
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -86,9 +67,13 @@ class Unit:
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         finished = False
         try:
-            self._admit(spec)
+            await self._admit(spec)
+            group = self._group
+            if request_id in self._streams:  # its client lost the connection and asks again
+                group.send({"abort": request_id})
+                self._streams[request_id].put_nowait({"refused": pack_error(UnitLost("asked for again"))})
             self._streams[request_id] = queue
-            self._send({"add": spec})
+            group.send({"add": spec})
             while not finished:
                 item = await queue.get()
                 while not queue.empty():  # the caller was slower than the engine: one item for all
@@ -101,12 +86,10 @@ class Unit:
         finally:
             if self._streams.get(request_id) is queue:
                 del self._streams[request_id]
-                if not finished and self._lost is None:
-                    self._send({"abort": request_id})
+                if not finished and not group.lost.done():
+                    group.send({"abort": request_id})
 
-    def _admit(self, spec: dict[str, Any]) -> None:
-        if self._lost is not None:
-            raise UnitLost(self._lost)
+    async def _admit(self, spec: dict[str, Any]) -> None:
         if self._stopping:
             raise Stopping("the unit is draining")
         unpacked = unpack_spec(spec)
@@ -116,83 +99,134 @@ class Unit:
                 f"the queue is full: {len(self._streams)} requests run or wait (max_num_seqs + max_queued_requests = "
                 f"{self._limit}); retry later"
             )
+        if not self._serving.is_set():
+            try:
+                await asyncio.wait_for(self._serving.wait(), _HOLD_S)
+            except TimeoutError:
+                raise UnitLost(self._failed or "the unit's ranks are being replaced") from None
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._channel.send(message)
-        except ChannelClosed as error:
-            self._lose(f"the connection to the target rank closed: {error}")
-            raise UnitLost(self._lost or "lost") from None
+    def _deliver(self, item: dict[str, Any]) -> None:
+        """Items without a stream belong to cancelled requests."""
+        queue = self._streams.get(item["request_id"])
+        if queue is not None:
+            queue.put_nowait(item)
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
-    async def _pump(self) -> None:
-        """Deltas from the loop to the streams they belong to; ones without a stream belong to cancelled requests."""
-        try:
-            while True:
-                frame = await self._channel.receive()
-                for item in frame.get("deltas") or [frame]:
-                    queue = self._streams.get(item["request_id"])
-                    if queue is not None:
-                        queue.put_nowait(item)
-        except ChannelClosed as error:
-            self._lose(f"the connection to the target rank closed: {error}")
+    async def _supervise(self) -> None:
+        """Replace the target ranks whenever a generation is lost."""
+        while True:
+            reason = await self._group.lost
+            since = time.monotonic()
+            self._serving.clear()
+            logger.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams))
+            for queue in self._streams.values():
+                queue.put_nowait({"refused": pack_error(UnitLost(reason))})
+            self._streams = {}
+            self._group.kill()
+            if not await self._rebuild(reason):
+                return
+            self._last_rebuild_s = time.monotonic() - since
+            self._serving.set()
+            logger.info("target ranks are back after %.1f s (generation %d)", self._last_rebuild_s, self._group.generation)
 
-    async def _watch(self) -> None:
-        try:
-            reason = await self._alive
-        except ray.exceptions.RayError as error:
-            reason = f"target rank 0 died: {type(error).__name__}"
-        if not self._stopping:
-            self._lose(reason)
+    async def _rebuild(self, reason: str) -> bool:
+        """Start generations until one serves; False when the unit gives up and Serve has to replace it."""
+        while True:
+            self._num_fruitless = 0 if self._group.num_items else self._num_fruitless + 1
+            if self._num_fruitless >= _MOST_FRUITLESS:
+                self._failed = f"{self._num_fruitless} generations of ranks in a row were lost before their first token, the last: {reason}"
+                logger.error("%s; the unit gives up and is replaced", self._failed)
+                return False
+            self._num_rebuilds += 1
+            self._group = RankGroup(self.config, self._placement, self._group.generation + 1, self._deliver)
+            try:
+                await self._group.start(self._present_drafter())
+                return True
+            except Exception as error:
+                reason = f"generation {self._group.generation} did not start: {type(error).__name__}: {error}"
+                logger.error("%s", reason)
+                self._group.kill()
 
-    def _lose(self, reason: str) -> None:
-        if self._lost is not None:
-            return
-        self._lost = reason
-        if not self._stopping:
-            logger.error("unit lost: %s; %d requests end with an error", reason, len(self._streams))
-        for queue in self._streams.values():
-            queue.put_nowait({"refused": pack_error(UnitLost(reason))})
+    def _present_drafter(self) -> Any:
+        """The drafter's address as something to await; None while there is none: the ranks then start without it."""
+        if self._keeper is None or self._keeper.address is None:
+            return None
+        present: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        present.set_result(self._keeper.address)
+        return present
+
+    def _send_address(self, address: dict[str, Any]) -> None:
+        if self._serving.is_set():
+            self._group.send({"drafter": address})
+
+    async def _watch_drafter(self) -> None:
+        """Hand a hung drafter to its keeper, and its address again to ranks that have lost it or never had it."""
+        told: tuple[int, str] | None = None
+        while self._keeper is not None:
+            await asyncio.sleep(_WATCH_PERIOD_S)
+            state = self._group.pulse.get("drafter") or {}
+            if not self._serving.is_set() or self._keeper.address is None:
+                continue
+            here = (self._group.generation, str(self._keeper.address))
+            if state.get("suspect"):
+                self._keeper.replace(state["suspect"])
+            elif state and not state["connected"] and told != here:
+                told = here
+                self._group.send({"drafter": self._keeper.address})
 
     async def check_health(self) -> None:
-        """Serve's health check: a unit without its rank is replaced."""
-        if self._lost is not None:
-            raise UnitLost(self._lost)
+        """Serve's health check: a unit that gave up is replaced; one that rebuilds itself is left alone."""
+        if self._failed is not None:
+            raise UnitLost(self._failed)
 
     async def describe(self) -> dict[str, Any]:
-        """What runs, and how full it is. Raises UnitLost."""
-        if self._lost is not None:
-            raise UnitLost(self._lost)
-        return {**dict(await self._rank.describe.remote()), "num_requests_in_flight": len(self._streams)}
+        """What runs, and how full it is. Raises UnitLost while a rank is missing."""
+        if not self._serving.is_set():
+            raise UnitLost(self._failed or "the unit's ranks are being replaced")
+        group, keeper = self._group, self._keeper
+        drafter = (group.pulse.get("drafter") or {}).get("connected", True) if keeper else None
+        return {
+            **await group.describe(),
+            "num_requests_in_flight": len(self._streams),
+            "generation": group.generation,
+            "num_rebuilds": self._num_rebuilds,
+            "last_rebuild_s": self._last_rebuild_s,
+            "num_drafter_restarts": keeper.num_restarts if keeper else 0,
+            "degraded": [] if keeper is None or (keeper.address is not None and drafter) else ["drafter"],
+            "workers": self._workers(),
+        }
+
+    def _workers(self) -> list[dict[str, Any]]:
+        """role, node, process id and GPUs of every process of this unit."""
+        rows = [{"role": "unit", "pid": os.getpid()}]
+        rows += [{"role": f"target rank {index}", **place} for index, place in enumerate(self._group.whereabouts)]
+        if self._keeper is not None and self._keeper.place is not None:
+            rows.append({"role": "drafter", **self._keeper.place})
+        return rows
 
     async def text_files(self) -> dict[str, bytes]:
         """The target's tokenizer and template files, for fronts on nodes that do not hold the checkpoint."""
-        folder = Path(self._start["target_folder"])
-        files = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+        files = {name: (self._target_folder / name).read_bytes() for name in TEXT_FILES if (self._target_folder / name).is_file()}
         if self.config.chat_template is not None:
             files["chat_template.override"] = Path(self.config.chat_template).read_bytes()
         return files
 
-    def __del__(self) -> None:
+    def _close(self) -> None:
         self._stopping = True
-        for task in getattr(self, "_tasks", []):
+        for task in self._tasks:
             task.cancel()
-        channel = getattr(self, "_channel", None)
-        if channel is not None:
-            channel.close()
-        ray.kill(self._rank)
+        self._group.kill()
+        if self._keeper is not None:
+            self._keeper.close()
 
-
-def _own_bundle(index: int) -> Any:
-    """Bundle `index` of the placement group that this replica lives in."""
-    group = get_current_placement_group()
-    if group is None:  # a replica without a group (local testing) places its rank anywhere
-        return "DEFAULT"
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+    def __del__(self) -> None:
+        if hasattr(self, "_tasks"):
+            self._close()
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two items as one. A loss drops what came before it: the client asks again for all that it has not got."""
     if "refused" in first or "refused" in second:
         return second
     return {**second, "token_ids": [*first["token_ids"], *second["token_ids"]]}

@@ -3,7 +3,7 @@
 Driven by shapes: any pre-norm layer of the usual parts is fused; one with other parts, or one whose fused form does not
 reproduce the untouched layer on a probe, stays as it is. It must not know model families.
 
-Shapes: T rows, H hidden, N query heads, K KV heads, D head size.
+Shapes: T rows, H hidden; N query heads, K KV heads of this rank; D head size.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from dflash2_ray.models.attention import AttentionPlan, attend, store
 from dflash2_ray.models.linear import PackedLinear, stacked
 from dflash2_ray.models.norm import rms_norm
 from dflash2_ray.models.rotary import Rotary
+from dflash2_ray.models.tensor_parallel import Shard
 
 _PARTS = {
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -56,6 +57,7 @@ class FusedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.options = options
+        self.shard = Shard()  # set once the layer is proven; partial results are compared as they are
         self.head_dim = head_dim
         self.num_heads = weights["self_attn.q_proj.weight"].shape[0] // head_dim
         self.num_kv_heads = weights["self_attn.k_proj.weight"].shape[0] // head_dim
@@ -92,7 +94,7 @@ class FusedLayer(nn.Module):
         qkv[:, heads:both] = rotated[:, heads:]
         kv = qkv[: plan.slots.shape[0], heads:]
         store(plan, cache, kv.unflatten(1, (2, kv_heads)))
-        x = x + self.o_proj(attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window))
+        x = x + self.shard.total(self.o_proj(attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window)))
         normed = rms_norm(x, self.post_norm, self.post_eps)
         gate, up = self.gate_up(normed, native=True).chunk(2, dim=-1)
-        return x + self.down_proj(self.act_fn(gate) * up)
+        return x + self.shard.total(self.down_proj(self.act_fn(gate) * up))

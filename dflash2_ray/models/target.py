@@ -25,6 +25,7 @@ from dflash2_ray.models.rotary import Rotary, RotaryTables
 from dflash2_ray.models.source import load_target_config, read_target_facts
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
+from dflash2_ray.models.tensor_parallel import LayerPlan, Shard, assign, embed
 
 logger = logging.getLogger(__name__)
 ATTENTION = "paged_by_request"  # transformers takes a name with "flash" in it for one of its own
@@ -81,9 +82,13 @@ class Target:
     """See the module. Build with `load`."""
 
     def __init__(
-        self, facts: TargetFacts, model: Any, base: Any, rotary: RotaryTables, taps: Sequence[int], device: str, dtype: torch.dtype
+        self, facts: TargetFacts, model: Any, base: Any, rotary: RotaryTables, taps: Sequence[int], device: str,
+        dtype: torch.dtype, shard: Shard,
     ) -> None:
         self.facts = facts
+        self.shard = shard
+        self.num_heads = facts.num_heads // shard.size  # of this rank, as all that it holds
+        self.num_kv_heads = max(1, facts.num_kv_heads // shard.size)
         self.taps = tuple(taps)
         self.device = device
         self.activations = dtype
@@ -111,9 +116,10 @@ class Target:
         taps: Sequence[int] = (),
         progress: Progress | None = None,
         fast: bool = True,
+        shard: Shard | None = None,
     ) -> "Target":
-        """Build from a checkpoint folder. dtype: `float32` or `bfloat16`; taps: decoder layers whose output is kept for
-        the drafter (0-based; -1: the embeddings). Raises CheckpointError."""
+        """Build one rank's part from a checkpoint folder, reading that part only. dtype: `float32` or `bfloat16`; taps:
+        decoder layers whose output is kept for the drafter (0-based; -1: the embeddings). Raises CheckpointError."""
         from transformers import AutoModelForCausalLM
 
         _register()
@@ -130,45 +136,58 @@ class Target:
                 raise CheckpointError(f"tap {tap}: target {facts.name!r} has layers 0 … {facts.num_layers - 1}")
         base.rotary_emb = type(base.rotary_emb)(config=config)
         rotary = RotaryTables(base.rotary_emb, facts.max_position_embeddings, activations, device)
-        target = cls(facts, model, base, rotary, taps, device, activations)
+        shard = shard or Shard()
+        target = cls(facts, model, base, rotary, taps, device, activations, shard)
         target._dtype = dtype
         target._tolerance = 1e-4 if dtype == "float32" else 5e-2
         files = TensorFiles(folder)
+        plan = LayerPlan(config.base_model_tp_plan, shard, facts.num_kv_heads, facts.head_dim)
         _check_names(folder, files, model, tied=bool(config.tie_word_embeddings))
         steps = facts.num_layers + 1
         target._load_ends(files, weights_dtype)
         _report(progress, 1, steps)
         for index in range(facts.num_layers):
-            target._load_layer(index, files, weights_dtype, fast)
+            target._load_layer(index, files, weights_dtype, fast, plan)
             if index == 0:
                 target._check_ends()
             _report(progress, index + 2, steps)
+        for index, kept in enumerate(target._layers):
+            if isinstance(kept, FusedLayer):
+                kept.shard = shard
+            elif shard.size > 1:
+                _sum_outputs(kept, plan, shard, index)
         return target
 
     def _load_ends(self, files: TensorFiles, dtype: torch.dtype) -> None:
         """Embedding, final norm and head."""
         prefix = self._model.base_model_prefix
         rows, hidden = self.facts.vocab_size, self.facts.hidden_size
-        self.embedding = _ends_tensor(files, f"{prefix}.embed_tokens.weight", rows, hidden).to(self.device, dtype)
+        own = self.shard.vocabulary(rows)
+        self.embedding = ends_tensor(files, f"{prefix}.embed_tokens.weight", rows, hidden, own).to(self.device, dtype)
         self.head_weight = self.embedding
         if not self._model.config.tie_word_embeddings:
-            self.head_weight = _ends_tensor(files, "lm_head.weight", rows, hidden).to(self.device, dtype)
-        packed = PackedLinear(self.head_weight)
-        self._head = lambda hidden: packed(hidden).float()
+            self.head_weight = ends_tensor(files, "lm_head.weight", rows, hidden, own).to(self.device, dtype)
+        if self.head_weight.shape[0] > 0:
+            packed = PackedLinear(self.head_weight)
+            self._head = lambda hidden: packed(hidden).float()
+        else:
+            self._head = lambda hidden: hidden.new_zeros(hidden.shape[0], 0, dtype=torch.float32)
         norm = {
             key: files.read(f"{prefix}.norm.{key}", tuple(value.shape)).to(self.device, self.activations)
             for key, value in self._base.norm.state_dict().items()
         }
         self._base.norm.load_state_dict(norm, assign=True)
 
-    def _load_layer(self, index: int, files: TensorFiles, dtype: torch.dtype, fast: bool) -> None:
+    def _load_layer(self, index: int, files: TensorFiles, dtype: torch.dtype, fast: bool, plan: LayerPlan) -> None:
         layer = self._base.layers[index]
         prefix = f"{self._model.base_model_prefix}.layers.{index}"
-        weights = {
-            key: files.read(f"{prefix}.{key}", tuple(value.shape)).to(self.device, dtype)
-            for key, value in layer.state_dict().items()
-        }
-        layer.load_state_dict({key: value.to(self.activations) for key, value in weights.items()}, assign=True)
+        weights = {}
+        for key, whole in layer.state_dict().items():
+            shape = tuple(whole.shape)
+            part = plan.slice(key, shape)
+            value = files.read(f"{prefix}.{key}", shape, rows=part.rows, columns=part.columns)
+            weights[key] = (torch.zeros_like(value) if part.zero else value).to(self.device, dtype)
+        assign(layer, {key: value.to(self.activations) for key, value in weights.items()})
         probe = _Probe(self, layer, index)
         try:
             expected = probe.untouched()
@@ -207,16 +226,19 @@ class Target:
         """Whether everything around the layers is plain: the whole untouched model, cut to its first layer, must give the
         same logits as embedding, layer, norm and head do here. Catches scaled embeddings, soft-capped logits and such."""
         model, base, layers = self._model, self._base, self._base.layers
-        ids = torch.arange(_PROBE_ROWS, device=self.device) % self.facts.vocab_size
+        if self.embedding.shape[0] == 0:
+            return  # a rank without any token id; the others look
+        ids = torch.arange(_PROBE_ROWS, device=self.device) % self.embedding.shape[0]
         rows = torch.arange(_PROBE_ROWS, device=self.device)
         batch = AttentionBatch(rows, (Span(0, _PROBE_ROWS, _PROBE_ROWS, (0,)),), _PROBE_ROWS)
-        embed, head = base.embed_tokens, model.lm_head
+        table, head = base.embed_tokens, model.lm_head
         depth = model.config.num_hidden_layers
-        kept, taps = self._layers, self.taps
+        kept, taps, shard, padding = self._layers, self.taps, self.shard, table.padding_idx
         try:
+            self.shard, table.padding_idx = Shard(), None  # a rank's slices make a small whole model of their own
             base.layers, model.config.num_hidden_layers = layers[:1], 1
-            embed.load_state_dict({"weight": self.embedding.to(self.activations)}, assign=True)
-            head.load_state_dict({"weight": self.head_weight.to(self.activations)}, assign=True)
+            assign(table, {"weight": self.embedding.to(self.activations)})
+            assign(head, {"weight": self.head_weight.to(self.activations)})
             context = self._context(batch, self.allocate_cache(1, _PROBE_ROWS))
             expected = model(input_ids=ids[None], position_ids=rows[None], use_cache=False, paged=context).logits[0].float()
             self._layers, self.taps = kept[:1], ()
@@ -226,8 +248,8 @@ class Target:
             raise self._unusual(f"the whole model cannot be run as this engine runs it ({error})") from None
         finally:
             base.layers, model.config.num_hidden_layers = layers, depth
-            self._layers, self.taps = kept, taps
-            embed.to_empty(device="meta")
+            self._layers, self.taps, self.shard, table.padding_idx = kept, taps, shard, padding
+            table.to_empty(device="meta")
             head.to_empty(device="meta")
         if isinstance(self._layers[0], FusedLayer):
             base.layers[0] = nn.Identity()
@@ -243,8 +265,8 @@ class Target:
     # ---- running ------------------------------------------------------------------------------------------------
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
-        """An empty cache for `num_pages` pages of `page_size` tokens."""
-        shape = (num_pages * page_size + TILE, 2, self.facts.num_kv_heads, self.facts.head_dim)
+        """An empty cache for `num_pages` pages of `page_size` tokens, of this rank's heads."""
+        shape = (num_pages * page_size + TILE, 2, self.num_kv_heads, self.facts.head_dim)
         return KVCache([torch.zeros(shape, dtype=self.activations, device=self.device) for _ in range(self.facts.num_layers)])
 
     @torch.inference_mode()
@@ -258,7 +280,7 @@ class Target:
             spare = fast_rows(self._dtype, self.device, num_rows) - num_rows
             if spare:
                 ids, positions = nn.functional.pad(ids, (0, spare)), nn.functional.pad(positions, (0, spare))
-        x = nn.functional.embedding(ids, self.embedding).to(self.activations)
+        x = embed(ids, self.embedding, self.shard.vocabulary(self.facts.vocab_size), self.shard).to(self.activations)
         plan = self._plan(batch)
         cos, sin = self._rotary.rows(positions, max(span.kv_len for span in batch.spans))
         rotary = Rotary.from_tables(cos, sin)
@@ -277,11 +299,17 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] behind the final norm → fp32 [n, V]; rows that only pad the head's matrix are not there."""
-        return self._head(hidden)
+        """[n, H] behind the final norm → fp32 [n, V]; rows that only pad the head's matrix are not there. Of several ranks
+        rank 0 gets them; the others get [n, 0]."""
+        own = self._head(hidden)
+        if self.shard.collectives is None:
+            return own
+        whole = self.shard.collectives.gather_columns(own, self.shard.vocabulary_widths(self.facts.vocab_size))
+        return own[:, :0] if whole is None else whole
 
     def share(self) -> TargetShare:
-        """What a drafter borrows."""
+        """What a drafter borrows of a target on one rank (`target_ends.read_target_share` otherwise)."""
+        assert self.shard.size == 1, "a rank holds a part of embedding and head only"
         return TargetShare(
             embedding=self.embedding,
             head=self.logits,
@@ -298,7 +326,7 @@ class Target:
 
     def _plan(self, batch: AttentionBatch) -> AttentionPlan:
         windows = {options.window for options in self._options.values()} or {None}
-        return plan_attention(batch, windows, self.facts.num_heads // self.facts.num_kv_heads)
+        return plan_attention(batch, windows, self.num_heads // self.num_kv_heads)
 
     def _context(self, batch: AttentionBatch, cache: KVCache) -> PagedContext:
         return PagedContext(self._plan(batch), cache, {})
@@ -318,12 +346,12 @@ class _Probe:
         self.options = AttentionOptions(target.facts.head_dim**-0.5, None)
 
     def _cache(self) -> KVCache:
-        facts = self._target.facts
-        rows = torch.zeros(_PROBE_ROWS + TILE, 2, facts.num_kv_heads, facts.head_dim, dtype=self._x.dtype, device=self._x.device)
+        target = self._target
+        rows = torch.zeros(_PROBE_ROWS + TILE, 2, target.num_kv_heads, target.facts.head_dim, dtype=self._x.dtype, device=self._x.device)
         return KVCache([rows] * (self._index + 1))
 
     def untouched(self) -> torch.Tensor:
-        groups = self._target.facts.num_heads // self._target.facts.num_kv_heads
+        groups = self._target.num_heads // self._target.num_kv_heads
         layer_type = getattr(self._layer.self_attn, "sliding_window", None) if hasattr(self._layer, "self_attn") else None
         windows = {None, layer_type, getattr(self._target._model.config, "sliding_window", None)}
         context = PagedContext(plan_attention(self._batch, windows, groups), self._cache(), {})
@@ -332,7 +360,7 @@ class _Probe:
         return out
 
     def fused(self, layer: FusedLayer) -> torch.Tensor:
-        groups = self._target.facts.num_heads // self._target.facts.num_kv_heads
+        groups = self._target.num_heads // self._target.num_kv_heads
         plan = plan_attention(self._batch, {self.options.window}, groups)
         cache = self._cache()
         return layer(self._x, Rotary.from_tables(*self._tables), plan, cache.layers[self._index])
@@ -375,14 +403,38 @@ def _pack_linears(layer: nn.Module, weights: Mapping[str, torch.Tensor]) -> None
             setattr(layer.get_submodule(owner), attribute, _PackedModule(packed))
 
 
-def _ends_tensor(files: TensorFiles, name: str, rows: int, hidden: int) -> torch.Tensor:
-    """An embedding or head: rows behind the vocabulary, where a file is padded, are not read."""
+class _SummedModule(nn.Module):
+    """A rowwise linear whose output is summed over the ranks."""
+
+    def __init__(self, inner: nn.Module, shard: Shard) -> None:
+        super().__init__()
+        self.inner = inner
+        self._shard = shard
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shard.total(self.inner(x))
+
+
+def _sum_outputs(layer: nn.Module, plan: LayerPlan, shard: Shard, index: int) -> None:
+    """Let an untouched layer's rowwise modules add up."""
+    found = [name for name, module in layer.named_modules() if plan.style(name) == "rowwise" and name]
+    if not found:
+        raise CheckpointError(f"target: layer {index} has no rowwise module; expected some to add up over {shard.size} ranks")
+    for name in found:
+        owner, _, attribute = name.rpartition(".")
+        home = layer.get_submodule(owner)
+        setattr(home, attribute, _SummedModule(getattr(home, attribute), shard))
+
+
+def ends_tensor(files: TensorFiles, name: str, rows: int, hidden: int, part: slice | None = None) -> torch.Tensor:
+    """An embedding or head, or `part` of its rows: rows behind the vocabulary, where a file is padded, are not read.
+    Raises CheckpointError."""
     shape = files.shapes.get(name)
     if shape is None:
         raise CheckpointError(f"{files.folder}: tensor {name} is missing; expected shape {[rows, hidden]}")
     if len(shape) != 2 or shape[0] < rows or shape[1] != hidden:
         raise CheckpointError(f"{files.folder}: tensor {name}: expected shape {[rows, hidden]}, got {list(shape)}")
-    return files.read(name, rows=slice(0, rows))
+    return files.read(name, rows=part or slice(0, rows))
 
 
 def _check_names(folder: Path, files: TensorFiles, model: Any, tied: bool) -> None:

@@ -1,20 +1,28 @@
-"""Framed messages over a TCP socket: a 4-byte length, then msgpack. Blocking for loops, asyncio for servers.
+"""Framed messages over a TCP or Unix socket: a 4-byte length, then msgpack. Blocking for loops, asyncio for servers.
 
-Each side proves itself with the channel's token in its first frame. Plain values only. It must not know what they mean.
+A frame may carry raw buffers behind its message: bit 31 of the length says so, the msgpack body is then [message, sizes], and
+the buffers follow as they lie in memory. Each side proves itself with the channel's token in its first frame. An address
+is a plain dict: {"host", "port", "token"} or {"path", "token"}. It must not know what the messages mean.
 """
 
 import asyncio
 import contextlib
 import hmac
+import os
 import socket
 import struct
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 _LENGTH = struct.Struct("<I")
+_WITH_BUFFERS = 1 << 31
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+MAX_BUFFER_BYTES = 1024 * 1024 * 1024
+_LARGEST_UNIX_PATH = 107  # sun_path holds 108 bytes with the final zero
+_SILENT_HOST_S = 60  # a host that acknowledges nothing for so long is gone
 
 
 class ChannelClosed(Exception):
@@ -22,26 +30,38 @@ class ChannelClosed(Exception):
 
 
 class Listener:
-    """A listening socket on a free port. `port` is where; `accept` waits for one peer that knows the token."""
+    """A listening socket: on a free port of `host` (`port` is where), or on the Unix path `path`. `accept` waits for one peer
+    that knows the token."""
 
-    def __init__(self, host: str, token: str) -> None:
-        self._socket = socket.create_server((host, 0))
-        self._token = token
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, host: str, token: str, *, path: str | None = None) -> None:
+        self._token, self._host, self._path = token, host, path
+        if path is None:
+            self._socket = socket.create_server((host, 0))
+            self.port: int = self._socket.getsockname()[1]
+        else:
+            self._socket = _unix_server(path)
+            self.port = 0
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What `Channel.connect` needs."""
+        if self._path is not None:
+            return {"path": self._path, "token": self._token}
+        return {"host": self._host, "port": self.port, "token": self._token}
 
     def accept(self) -> "Channel":
         """The next peer with the right token; others are turned away. Raises OSError once closed."""
         while True:
             peer, _ = self._socket.accept()
-            peer.settimeout(10.0)  # a stranger that says nothing must not block the door
             channel = Channel(peer)
+            channel.set_timeout(10.0)  # a stranger that says nothing must not block the door
             try:
                 hello = channel.receive()
             except (ChannelClosed, OSError, ValueError):
                 channel.close()
                 continue
             if isinstance(hello, dict) and hmac.compare_digest(str(hello.get("token", "")), self._token):
-                peer.settimeout(None)
+                channel.set_timeout(None)
                 return channel
             channel.close()
 
@@ -50,48 +70,109 @@ class Listener:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
 
 
 class Channel:
     """One connection; `send` may be called from several threads, `receive` from one."""
 
     def __init__(self, peer: socket.socket) -> None:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = peer
+        if peer.family != socket.AF_UNIX:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _watch_for_silence(peer)
+        self.socket = peer
         self._file = peer.makefile("rb")
         self._lock = threading.Lock()
 
-    def send(self, message: Any) -> None:
+    @classmethod
+    def connect(cls, address: Mapping[str, Any], timeout_s: float | None = None) -> "Channel":
+        """Connect to a listener and introduce ourselves; `timeout_s` also bounds every receive until `set_timeout`.
+        Raises OSError, and ChannelClosed when the listener went away."""
+        if "path" in address:
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.settimeout(timeout_s)
+            try:
+                peer.connect(address["path"])
+            except OSError:
+                peer.close()
+                raise
+        else:
+            peer = socket.create_connection((address["host"], address["port"]), timeout=timeout_s)
+        channel = cls(peer)
+        channel.send({"token": address["token"]})
+        return channel
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine that the other side reaches."""
+        return "127.0.0.1" if self.socket.family == socket.AF_UNIX else str(self.socket.getsockname()[0])
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Bound every later receive; one that runs out ends the channel, as the rest of its frame could come at any time."""
+        self.socket.settimeout(timeout_s)
+
+    def send(self, message: Any, buffers: Sequence[memoryview] = ()) -> None:
         """Raises ChannelClosed when the other side is gone."""
         try:
             with self._lock:
-                self._socket.sendall(encode(message))
+                for part in frame_parts(message, buffers):
+                    self.socket.sendall(part)
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
     def receive(self) -> Any:
-        """The next message. Raises ChannelClosed at the end, ValueError for a frame that is none."""
-        head = self._read(_LENGTH.size)
-        return msgpack.unpackb(self._read(frame_length(head)), strict_map_key=False)
+        """The next message. Raises ChannelClosed at the end, ValueError for a frame that is none or has buffers."""
+        message, buffers = self.receive_frame()
+        if buffers:
+            raise ValueError(f"a frame with {len(buffers)} buffers; expected none")
+        return message
+
+    def receive_frame(self) -> tuple[Any, list[bytearray]]:
+        """The next message and its buffers. Raises ChannelClosed at the end, ValueError for a frame that is none."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        with_buffers, length = bool(length & _WITH_BUFFERS), length & ~_WITH_BUFFERS
+        body = msgpack.unpackb(self._read(frame_length(_LENGTH.pack(length))), strict_map_key=False)
+        if not with_buffers:
+            return body, []
+        if not (isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)):
+            raise ValueError("a frame with buffers: expected [message, sizes]")
+        return body[0], [self._read_buffer(size) for size in body[1]]
 
     def _read(self, count: int) -> bytes:
         try:
             data = self._file.read(count)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread
             raise ChannelClosed(str(error)) from None
         if len(data) < count:
             raise ChannelClosed("end of stream")
         return data
 
+    def _read_buffer(self, size: Any) -> bytearray:
+        if not isinstance(size, int) or not 0 <= size <= MAX_BUFFER_BYTES:
+            raise ValueError(f"a buffer of {size!r} bytes; expected at most {MAX_BUFFER_BYTES}")
+        buffer = bytearray(size)
+        view, read = memoryview(buffer), 0
+        while read < size:
+            try:
+                count = self._file.readinto(view[read:])  # type: ignore[attr-defined]
+            except (OSError, ValueError) as error:
+                raise ChannelClosed(str(error)) from None
+            if not count:
+                raise ChannelClosed("end of stream")
+            read += count
+        return buffer
+
     def close(self) -> None:
-        """Close both directions."""
+        """Close both directions; a waiting `receive` raises ChannelClosed."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
 
 class AsyncChannel:
-    """The asyncio end of a channel. Build with `connect`."""
+    """The asyncio end of a channel without buffers. Build with `connect`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -124,9 +205,18 @@ class AsyncChannel:
 
 
 def encode(message: Any) -> bytes:
-    """One frame."""
+    """One frame without buffers."""
     body = msgpack.packb(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def frame_parts(message: Any, buffers: Sequence[memoryview] = ()) -> list[memoryview]:
+    """One frame as the pieces of memory that go out one after the other; buffers are not copied."""
+    if not buffers:
+        return [memoryview(encode(message))]
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    body = msgpack.packb([message, [view.nbytes for view in views]])
+    return [memoryview(_LENGTH.pack(len(body) | _WITH_BUFFERS) + body), *[view for view in views if view.nbytes]]
 
 
 def frame_length(head: bytes) -> int:
@@ -135,3 +225,30 @@ def frame_length(head: bytes) -> int:
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes; expected at most {MAX_FRAME_BYTES}")
     return int(length)
+
+
+def _unix_server(path: str) -> socket.socket:
+    if len(os.fsencode(path)) > _LARGEST_UNIX_PATH:
+        raise OSError(f"Unix socket {path!r}: expected a path of at most {_LARGEST_UNIX_PATH} bytes, got {len(os.fsencode(path))}")
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        server.bind(path)
+        os.chmod(path, 0o600)
+        server.listen()
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def _watch_for_silence(peer: socket.socket) -> None:
+    """A host that disappears says nothing: let the kernel probe an idle connection, and give up on bytes that nobody
+    acknowledges. (A process that hangs still acknowledges; that is for deadlines to find.)"""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _SILENT_HOST_S // 4), ("TCP_KEEPINTVL", _SILENT_HOST_S // 4), ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 1000 * _SILENT_HOST_S),
+    ):  # fmt: skip
+        option = getattr(socket, name, None)  # not on every system
+        if option is not None:
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -14,6 +14,7 @@ import torch
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, Wanted
 from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter
 from dflash2_ray.models.draft_context import DraftContext
+from dflash2_ray.runtime.pending_rows import take_committed
 from dflash2_ray.sampling.noise import Purpose, uniforms
 
 
@@ -111,12 +112,7 @@ class DrafterRunner:
         if message.base_len <= request.base_len:
             self.counters["stale_base"] += 1
             return
-        pieces, reached = [], request.base_len
-        for first, rows in sorted(request.pending, key=lambda one: one[0]):
-            start, stop = max(first, reached), min(first + rows.shape[0], message.base_len)
-            if start == reached and stop > start:
-                pieces.append(rows[start - first : stop - first])
-                reached = stop
+        pieces, reached = take_committed(request.pending, request.base_len, message.base_len)
         request.pending = []  # what lies at or beyond base_len is void
         if reached < message.base_len and not request.broken:
             request.broken = True

@@ -1,19 +1,28 @@
-"""Drives a step loop from a channel: requests and aborts in, deltas out. One thread steps, one reads; it must not know ray."""
+"""Drives a step loop from a channel: requests and aborts in, deltas out. One thread steps, one reads; it must not know ray.
 
+The reading thread also answers pings with how the steps are going, so a step that hangs is told apart from a long one.
+"""
+
+import logging
 import queue
 import threading
+import time
 from typing import Any
 
 from dflash2_ray.core.wire import pack_delta, pack_error, unpack_spec
-from dflash2_ray.errors import DFlash2Error
+from dflash2_ray.errors import DFlash2Error, UnitLost
 from dflash2_ray.runtime.channel import Channel, ChannelClosed, Listener
+from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.target_loop import TargetLoop
+
+logger = logging.getLogger(__name__)
 
 
 class LoopServer:
     """`run()` serves one front (the unit's replica) until that goes away or `stop()` is called.
 
-    Frames in: {"add": spec}, {"abort": request_id}. Frames out: {"deltas": [...]}, {"refused": error, "request_id": id}.
+    Frames in: {"add": spec}, {"abort": request_id}, {"drafter": address}, {"ping": n}. Frames out: {"deltas": [...]},
+    {"refused": error, "request_id": id}, {"pulse": {...}}.
     """
 
     def __init__(self, loop: TargetLoop, host: str, token: str) -> None:
@@ -21,6 +30,7 @@ class LoopServer:
         self.listener = Listener(host, token)
         self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._channel: Channel | None = None
+        self._step_started: float | None = None
 
     def run(self) -> str:
         """Serve until the end; returns why it ended."""
@@ -47,9 +57,39 @@ class LoopServer:
     def _read(self, channel: Channel) -> None:
         try:
             while True:
-                self._inbox.put(channel.receive())
+                message = channel.receive()
+                if "ping" in message:
+                    channel.send({"pulse": self.pulse()})
+                elif "drafter" in message:  # connecting may take a while
+                    threading.Thread(target=self._connect, args=(message["drafter"],), daemon=True).start()
+                else:
+                    self._inbox.put(message)
         except (ChannelClosed, ValueError):
             self._inbox.put(None)
+
+    def pulse(self) -> dict[str, Any]:
+        """num_steps; step_age_s: seconds since the step in progress began, None between steps; drafter: its port's state,
+        None without a port that can lose it."""
+        started = self._step_started
+        return {
+            "num_steps": self.loop.num_steps,
+            "step_age_s": None if started is None else time.monotonic() - started,
+            "drafter": self._drafter_state(),
+        }
+
+    def _drafter_state(self) -> dict[str, Any] | None:
+        port = self.loop.draft_port
+        if not isinstance(port, RemoteDraftPort):
+            return None
+        return {"connected": port.connected, "suspect": port.suspect}
+
+    def _connect(self, address: dict[str, Any]) -> None:
+        port = self.loop.draft_port
+        if isinstance(port, RemoteDraftPort):
+            try:
+                port.connect(address)
+            except (OSError, ChannelClosed) as error:  # its owner sees that it is not connected, and replaces it
+                logger.warning("no connection to the drafter: %s", error)
 
     def _serve(self, channel: Channel) -> str:
         while True:
@@ -63,7 +103,12 @@ class LoopServer:
                     wait = False
             except queue.Empty:
                 pass
-            deltas = self.loop.step()
+            self._step_started = time.monotonic()
+            try:
+                deltas = self.loop.step()
+            except UnitLost as error:
+                return f"a target rank was lost: {error}"
+            self._step_started = None
             if deltas:
                 try:
                     channel.send({"deltas": [pack_delta(delta) for delta in deltas]})

@@ -9,7 +9,7 @@ from ray.serve import Application
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
-from dflash2_ray.engine.placement import place_unit
+from dflash2_ray.engine.placement import NodeFacts, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
 from dflash2_ray.serving.ingress import Ingress
 from dflash2_ray.serving.routes import build_api
@@ -21,7 +21,13 @@ _HEALTH_PERIOD_S = 2.0
 def build_application(config: ServiceConfig) -> Application:
     """Bind both deployments. Raises ConfigError for what no machine could serve; the rest is decided where the unit runs."""
     in_flight = config.max_num_seqs + config.max_queued_requests
-    placement = place_unit(config, _num_gpus())
+    nodes = _nodes()
+    num_gpus = sum(node.num_gpus for node in nodes)
+    if num_gpus:
+        map_gpus(config, nodes)
+    placement = place_unit(config, num_gpus)
+    if config.wants_drafter:
+        config = config.model_copy(update={"drafter_placement": "separate" if placement.separate else "colocated"})
     unit: Any = serve.deployment(
         Unit,
         name=UNIT_DEPLOYMENT,
@@ -30,6 +36,7 @@ def build_application(config: ServiceConfig) -> Application:
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
+        placement_group_bundle_label_selector=[dict(one) for one in placement.labels] if any(placement.labels) else None,
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -43,12 +50,19 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    application: Application = ingress.bind(config, unit.bind(config, dict(placement.rank_bundle)), _http_url())
+    application: Application = ingress.bind(config, unit.bind(config, placement), _http_url())
     return application
 
 
-def _num_gpus() -> float:
-    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
+def _nodes() -> list[NodeFacts]:
+    """The cluster's living nodes; none before Ray runs (`serve build`)."""
+    if not ray.is_initialized():
+        return []
+    return [
+        NodeFacts(node["NodeManagerHostname"] or node["NodeID"], int(node["Resources"].get("GPU", 0)), node.get("Labels") or {})
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _http_url() -> str:

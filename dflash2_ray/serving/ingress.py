@@ -47,7 +47,7 @@ class Ingress:
     """The routes. Serve builds it with the unit's handle; `serving.application` wraps it as the ingress deployment."""
 
     async def __init__(self, config: ServiceConfig, unit: Any, http_url: str) -> None:  # type: ignore[misc]
-        self._client = Client.from_handle(unit, config.generation_config)
+        self._client = Client.from_handle(unit, config.generation_config, config.resume_timeout_s)
         facts = await self._client.describe()
         await self._client.text()
         self._model = str(facts["model"])
@@ -149,13 +149,13 @@ class Ingress:
         return {"object": "list", "data": [model]}
 
     async def ready(self) -> Response:
-        """200 when a unit would take a request now, else 503."""
+        """200 when a unit would take a request now, else 503; a unit without its drafter is ready, but degraded."""
         try:
-            await asyncio.wait_for(self._client.describe(), READY_TIMEOUT_S)
+            facts = await asyncio.wait_for(self._client.describe(), READY_TIMEOUT_S)
         except Exception as error:
             body = plain_error(f"no unit is ready: {type(error).__name__}", "server_error", None, "service_unavailable")
             return JSONResponse(body, 503, headers={"Retry-After": "1"})
-        return Response(status_code=200)
+        return JSONResponse({"status": "degraded" if facts["degraded"] else "ready", "degraded": facts["degraded"]})
 
     async def server_info(self) -> dict[str, Any]:
         """The resolved configuration and how full the engine is."""

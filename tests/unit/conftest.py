@@ -141,6 +141,7 @@ def make_loop(drafter=None, *, eos=(), loop_class=TargetLoop, clock=time.perf_co
         "draft_width": "fixed",
         "draft_deadline_ms": None,
         "pipeline": "serial",
+        "step_timeout_s": 30.0,
         "page_size": 4,
         "num_kv_pages": 64,
         "max_num_seqs": 8,

@@ -175,6 +175,7 @@ def test_defaults():
         "draft_width": "auto",
         "draft_deadline_ms": None,
         "pipeline": "serial",
+        "step_timeout_s": 30.0,
         "page_size": 16,
         "num_kv_pages": 16 * 129,
         "max_num_seqs": 16,

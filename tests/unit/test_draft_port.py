@@ -6,6 +6,8 @@ The suite runs on every transport of the `port` fixture: a new one is one more e
 
 import json
 import random
+import tempfile
+import threading
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from dflash2_ray.models.dflash2 import load_drafter
 from dflash2_ray.models.drafter_checkpoint import expected_shapes
 from dflash2_ray.models.drafter_config import read_drafter_config
 from dflash2_ray.models.target_share import TargetShare
+from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
+from dflash2_ray.runtime.drafter_server import DrafterServer
 
 V, H, WIDTH = 61, 32, 3
 CONFIG = {
@@ -27,7 +31,39 @@ CONFIG = {
         "selector_rank": 4, "selector_top_k": 4,
     },
 }  # fmt: skip
-TRANSPORTS = {"colocated": lambda drafter, limit: ColocatedDraftPort(DrafterRunner(drafter, max_num_requests=limit))}
+
+
+class ServedPort(RemoteDraftPort):
+    """A port with its drafter server in a thread of this process; both go with `close`."""
+
+    def __init__(self, server, **options):
+        super().__init__(draft_deadline_ms=60_000, **options)  # what is left out is left out for a reason, never for lateness
+        self.server = server
+        self.thread = threading.Thread(target=server.serve, daemon=True)
+        self.thread.start()
+        self.connect(server.address)
+
+    def close(self):
+        super().close()
+        self.server.stop()
+        self.thread.join(60)
+
+
+def served(transport="socket", unix=False):
+    def build(drafter, limit):
+        folder = tempfile.mkdtemp(prefix="draft") if unix else None
+        path = f"{folder}/drafter.sock" if folder else None
+        return ServedPort(DrafterServer(DrafterRunner(drafter, max_num_requests=limit), "secret", path=path), transport=transport)
+
+    return build
+
+
+TRANSPORTS = {
+    "colocated": lambda drafter, limit: ColocatedDraftPort(DrafterRunner(drafter, max_num_requests=limit)),
+    "tcp": served(),
+    "unix": served(unix=True),
+    "gloo": served("gloo"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

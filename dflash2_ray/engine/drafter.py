@@ -1,0 +1,34 @@
+"""The actor class that holds a separate drafter: model, candidate selector and context cache, served over a framed socket."""
+
+import secrets
+from typing import Any
+
+import ray
+
+from dflash2_ray.config import ServiceConfig
+from dflash2_ray.engine.worker_actor import WorkerActor
+
+
+class Drafter(WorkerActor):
+    """It serves one target at a time; when that goes away it waits for the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server: Any = None
+
+    def load(self, config: ServiceConfig) -> dict[str, Any]:
+        """Load the drafter; returns the address where a target connects. Raises ConfigError."""
+        from dflash2_ray.runtime.build import build_drafter_runner, draw_blueprint
+        from dflash2_ray.runtime.drafter_server import DrafterServer
+
+        runner = build_drafter_runner(draw_blueprint(config, self._note), self._note)
+        self._server = DrafterServer(runner, ray.util.get_node_ip_address(), secrets.token_hex(16))
+        return dict(self._server.address)
+
+    def run(self) -> str:
+        """Serve targets for life; returns why it ended."""
+        return str(self._server.run())
+
+    def describe(self) -> dict[str, Any]:
+        """Counters and steps of the server."""
+        return dict(self._server.describe())

@@ -1,0 +1,86 @@
+"""Keeps a unit's separate drafter alive: starts it, replaces it when it died or hangs, and tells where it is.
+
+Losing the drafter costs speed, never an answer, so there is no limit to how often it is replaced; only the pauses grow.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from dflash2_ray.config import ServiceConfig
+from dflash2_ray.engine.drafter import Drafter
+from dflash2_ray.engine.placement import UnitPlacement
+from dflash2_ray.engine.rank_group import kill_worker, start_worker, with_progress
+
+logger = logging.getLogger("ray.serve")
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 30.0
+_STABLE_S = 60.0  # a drafter that lived so long starts the pauses anew
+
+
+class DrafterKeeper:
+    """`address`: where the present drafter listens, None while there is none. `on_address` is called with every new one."""
+
+    def __init__(self, config: ServiceConfig, placement: UnitPlacement, on_address: Callable[[dict[str, Any]], None]) -> None:
+        assert placement.drafter_bundle is not None, "only a separate drafter is kept"
+        self.address: dict[str, Any] | None = None
+        self.place: dict[str, Any] | None = None
+        self.num_restarts = 0
+        self._config = config
+        self._placement = placement
+        self._bundle = placement.drafter_bundle
+        self._on_address = on_address
+        self._actor: Any = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> dict[str, Any]:
+        """Start the first drafter; returns its address. Raises ConfigError, or what Ray raises."""
+        address = await self._launch()
+        self._keeping = asyncio.create_task(self._keep())
+        return address
+
+    async def _launch(self) -> dict[str, Any]:
+        self._actor = start_worker(Drafter, self._placement, self._bundle)
+        self.place = dict(await self._actor.whereabouts.remote())
+        address = dict(await with_progress(self._actor, self._actor.load.remote(self._config), "drafter"))
+        self.address = address
+        return address
+
+    async def _keep(self) -> None:
+        clock = asyncio.get_running_loop()
+        pause = _FIRST_PAUSE_S
+        while True:
+            since = clock.time()
+            if self.address is not None:
+                try:
+                    reason = f"ended: {await self._actor.run.remote()}"
+                except ray.exceptions.RayError as error:
+                    reason = f"died: {type(error).__name__}"
+                logger.error("the drafter %s; requests decode plainly until it is back", reason)
+            self.address = None
+            kill_worker(self._actor, self.place)
+            pause = _FIRST_PAUSE_S if clock.time() - since > _STABLE_S else min(2 * pause, _LONGEST_PAUSE_S)
+            await asyncio.sleep(pause)
+            self.num_restarts += 1
+            try:
+                self._on_address(await self._launch())
+                logger.info("the drafter is back after %.1f s", clock.time() - since)
+            except Exception as error:  # whatever it was, the next attempt may do
+                logger.error("the drafter could not be restarted: %s: %s", type(error).__name__, error)
+
+    def replace(self, reason: str) -> None:
+        """Kill a drafter that hangs; it is replaced like one that died."""
+        if self.address is not None:
+            logger.error("the drafter is replaced: %s", reason)
+            self.address = None
+            kill_worker(self._actor, self.place)
+
+    def close(self) -> None:
+        """End the drafter for good."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        if self._actor is not None:
+            kill_worker(self._actor, self.place)

@@ -1,0 +1,22 @@
+"""Context rows that no commit has named yet, and what a commit makes of them. Must not know models or transports.
+
+Shapes: n rows, H hidden.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def take_committed(
+    pending: Sequence[tuple[int, torch.Tensor]], base_len: int, new_base_len: int
+) -> tuple[list[torch.Tensor], int]:
+    """The rows [n, H] of positions `base_len … reached - 1` out of `pending` (first position, rows), in whatever order and
+    overlap they came, and `reached`: less than `new_base_len` where a row is missing. The first that came wins."""
+    pieces, reached = [], base_len
+    for first, rows in sorted(pending, key=lambda one: one[0]):
+        start, stop = max(first, reached), min(first + rows.shape[0], new_base_len)
+        if start == reached and stop > start:
+            pieces.append(rows[start - first : stop - first])
+            reached = stop
+    return pieces, reached

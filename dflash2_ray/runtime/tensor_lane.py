@@ -1,0 +1,103 @@
+"""Tensors between a target and its drafter through `torch.distributed`, beside the framed channel.
+
+Two members, a group of its own: neither the default group nor a target's group knows of it, so a drafter that dies cannot
+poison either. A tensor is announced on the channel first; the receiver asks for it only then, so a peer that is missing is
+found on the channel, and a peer that hangs by the group's timeout. The group's store has no password: use it inside a
+trusted network only. It must not know messages.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import distributed
+
+from dflash2_ray.errors import ConfigError
+
+Transport = Literal["socket", "gloo", "nccl"]
+TRANSPORTS: tuple[str, ...] = ("socket", "gloo", "nccl")
+TARGET_RANK, DRAFTER_RANK = 0, 1
+
+
+class TensorLane(Protocol):
+    """One direction of tensors. `device`: where they must lie, and where received ones arrive."""
+
+    device: str
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Blocks until the tensor is on its way out of this process' hands. Raises RuntimeError."""
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The next announced tensor. Raises RuntimeError when the peer is gone or the timeout has passed."""
+        ...
+
+
+class GroupLane:
+    """A lane over a process group of two: `gloo` for CPU tensors, `nccl` for those of this process' current GPU.
+
+    The NCCL path is the same code with another backend; it needs two GPUs and has not been run on the machines of this
+    project. Its transfers run on a stream of their own, so that a peer that hangs never blocks the model's stream.
+    """
+
+    def __init__(
+        self, transport: str, store: distributed.Store, *, rank: int, host: str, timeout_s: float, name: str
+    ) -> None:
+        """Blocks until both members are there. host: this machine's address towards the other. Raises RuntimeError."""
+        self.device = "cuda" if transport == "nccl" else "cpu"
+        self._peer = 1 - rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = store  # the target's must live as long as the group
+        self._stream = torch.cuda.Stream() if self.device == "cuda" else None
+        self._group = _new_group(transport, distributed.PrefixStore(name, store), rank, host, self._timeout)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        if self._stream is None:
+            self._group.send([tensor], self._peer, 0).wait(self._timeout)
+            return
+        self._stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(self._stream):
+            self._group.send([tensor], self._peer, 0).wait()
+        self._stream.synchronize()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if self._stream is None:
+            self._group.recv([tensor], self._peer, 0).wait(self._timeout)
+            return tensor
+        with torch.cuda.stream(self._stream):
+            self._group.recv([tensor], self._peer, 0).wait()
+        self._stream.synchronize()
+        return tensor
+
+
+def check_transport(transport: str) -> None:
+    """Raises ConfigError for a transport that is unknown or that this build of torch lacks."""
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if transport == "gloo" and not distributed.is_gloo_available():
+        raise ConfigError("transport: `gloo` was asked for, but this build of torch has none; use socket")
+    if transport == "nccl" and not (distributed.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigError("transport: `nccl` was asked for, but this process has no GPU or no NCCL; use socket")
+
+
+def host_store(host: str, timeout_s: float) -> distributed.TCPStore:
+    """The target's side of the meeting point, on a free port (`store.port`)."""
+    return distributed.TCPStore(host, 0, 2, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def join_store(host: str, port: int, timeout_s: float) -> distributed.TCPStore:
+    """The drafter's side of it. Raises RuntimeError when it cannot be reached."""
+    return distributed.TCPStore(host, port, 2, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _new_group(transport: str, store: distributed.Store, rank: int, host: str, timeout: timedelta) -> Any:
+    if transport == "nccl":
+        nccl = distributed.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, 2, nccl)
+    gloo: Any = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs do not know it
+    gloo._timeout = timeout
+    gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    return distributed.ProcessGroupGloo(store, rank, 2, gloo)
