@@ -188,6 +188,14 @@ class LLM:
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 
+    def hold_draft_width(self, width: int | None) -> None:
+        """Draft at `width` (batch-wide, 0 … num_speculative_tokens) whatever the load, until None lets it follow the load again."""
+        most = self.config.num_speculative_tokens
+        if width is not None and not 0 <= width <= most:
+            raise ConfigError(f"width: expected 0 to num_speculative_tokens={most}, got {width}")
+        with self._lock:
+            self._loop.control.force(width)
+
     def margins(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Top-1 minus top-2 target logit (fp32) at each position of `token_ids` behind the prompt: how close the choice was."""
         return _margins(self._loop, [*prompt_token_ids], [*token_ids])

@@ -195,7 +195,8 @@ class StepControl:
     # ---- warm-up and reports ------------------------------------------------------------------------------------------
 
     def force(self, width: int | None) -> None:
-        """Run at `width` until told otherwise (None: decide again). Times are learned meanwhile, acceptance is not."""
+        """Run at `width` until told otherwise (None: decide again). Times are learned meanwhile, acceptance is not: what is forced
+        may be a warm-up on made-up tokens."""
         self._forced = width
 
     def reset_times(self) -> None:

@@ -197,7 +197,14 @@ class PipelinedLoop(TargetLoop):
         return self._fitting(proposed, wanted, planned)
 
     def _learn_collect(self, asked: Sequence[_Asked], num_proposed: int, started: float, ended: float) -> None:
-        """Tell the control what one ask took, where all of it came and it was one draft pass."""
+        """Tell the control what asks took: the port's own measurements where it has some (`timings`), else what this collect
+        tells, if everything came and it was one draft pass."""
+        timings = getattr(self.draft_port, "timings", None)
+        if timings is not None:
+            while timings:
+                timing = timings.popleft()
+                self.control.drafted(timing.num_requests, timing.width, timing.seconds)
+            return
         width = asked[0].wanted.width
         if num_proposed < len(asked) or any((one.ask, one.wanted.width) != (asked[0].ask, width) for one in asked):
             return
