@@ -19,10 +19,12 @@ from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.errors import ConfigError, InvalidRequest, StepFailed
 from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
+from dflash2_ray.runtime.warm_up import measure
 from dflash2_ray.text.assembly import TextAssembler
 from dflash2_ray.text.text_side import Messages, TextSide
 
 Progress = Callable[[str, float, float], None]
+_MEASURE_S = 1.0  # less than a service takes: whoever builds an `LLM` waits for it
 
 
 class LLM:
@@ -43,6 +45,7 @@ class LLM:
         self._text = TextSide(blueprint.target_folder, service.generation_config, service.chat_template)
         self.tokenizer = self._text.tokenizer
         self._loop = build_from_blueprint(blueprint, service, progress)
+        measure(self._loop, progress, limit_s=_MEASURE_S)
         self.config: EngineConfig = self._loop.config
         self._lock = threading.Lock()
         self._inbox: dict[str, deque[RequestDelta]] = {}
@@ -184,6 +187,14 @@ class LLM:
         return self._text.chat_ids(messages)
 
     # ---- facts ----------------------------------------------------------------------------------------------------
+
+    def hold_draft_width(self, width: int | None) -> None:
+        """Draft at `width` (batch-wide, 0 … num_speculative_tokens) whatever the load, until None lets it follow the load again."""
+        most = self.config.num_speculative_tokens
+        if width is not None and not 0 <= width <= most:
+            raise ConfigError(f"width: expected 0 to num_speculative_tokens={most}, got {width}")
+        with self._lock:
+            self._loop.control.force(width)
 
     def margins(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Top-1 minus top-2 target logit (fp32) at each position of `token_ids` behind the prompt: how close the choice was."""

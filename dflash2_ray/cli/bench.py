@@ -1,6 +1,7 @@
-"""`dflash2-ray bench`: does speculation pay here? Plain against speculative, side by side, at several concurrencies.
+"""`dflash2-ray bench`: does speculation pay here? Plain against speculative, side by side, at several concurrencies; with
+`--widths`, every fixed draft width against the one that follows the load.
 
-Both variants run the same prompts in the same engine, in turns whose order alternates, so that a machine that slows down slows
+All variants run the same prompts in the same engine, in turns whose order alternates, so that a machine that slows down slows
 both; medians are over the turns.
 """
 
@@ -36,6 +37,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer (ends of text are ignored).")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Turns per variant.")] = 3,
+    widths: Annotated[str, typer.Option(help="Compare draft widths instead: numbers and `auto`, e.g. 0,1,3,7,auto.")] = "",
     json_path: Annotated[str, typer.Option("--json", help="Write all figures to this file (- for standard output).")] = "",
 ) -> None:
     """Measure plain against speculative decoding: TTFT, time per output token, tokens/s, acceptance by position."""
@@ -45,11 +47,11 @@ def bench(
     if not chosen:
         raise ConfigError(f"--kind: expected one of {', '.join(sorted({one[0] for one in known}))}, got {kind!r}")
     engine = build_engine(settings or [], max_num_seqs=max(levels))
+    most = engine.config.num_speculative_tokens
     ids = prompt_ids(engine, chosen, max_tokens)
-    variants = {"plain": 0}
-    if engine.config.num_speculative_tokens:
-        variants["speculative"] = engine.config.num_speculative_tokens
-    else:
+    compares = bool(widths)
+    variants = _widths(widths, most) if compares else {"plain": 0, "speculative": most} if most else {"plain": 0}
+    if not most:
         messages.print("[yellow]note:[/] no drafter: only plain decoding is measured")
     rows = []
     with Progress(console=messages, transient=True) as bars:
@@ -58,18 +60,23 @@ def bench(
             picked = [ids[index % len(ids)] for index in range(max(num_prompts, level))]
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
             for turn in range(repeats):
-                order = list(variants) if turn % 2 == 0 else list(reversed(variants))
+                start = turn // 2 % len(variants)  # nobody is always first, last or behind the same one
+                order = [*list(variants)[start:], *list(variants)[:start]]
+                if turn % 2:
+                    order.reverse()
                 for name in order:
                     bars.update(task, description=f"concurrency {level}, {name}")
                     options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "seed": turn}
                     started = time.perf_counter()
-                    results = engine.generate(
-                        prompt_token_ids=picked, max_in_flight=level, num_speculative_tokens=variants[name], **options
-                    )
+                    engine.hold_draft_width(variants[name] if compares else None)
+                    if not compares:
+                        options["num_speculative_tokens"] = variants[name]
+                    results = engine.generate(prompt_token_ids=picked, max_in_flight=level, **options)
                     runs[name].append(_figures(results, time.perf_counter() - started))
                     bars.advance(task)
-            rows.append(_row(level, runs))
-    _show(rows)
+            rows.append(_compare_widths(level, runs) if compares else _row(level, runs))
+    engine.hold_draft_width(None)
+    (_show_widths if compares else _show)(rows)
     if json_path:
         write_json(json_path, {"config": engine.config.as_dict(), "max_tokens": max_tokens, "temperature": temperature,
                                "num_prompts": num_prompts, "repeats": repeats, "results": rows})
@@ -83,6 +90,17 @@ def _levels(text: str) -> list[int]:
     if not levels or min(levels) < 1:
         raise ConfigError(f"--concurrency: expected numbers from 1 with commas between them, got {text!r}")
     return levels
+
+
+def _widths(text: str, most: int) -> dict[str, int | None]:
+    """Variants by name: a fixed width, or None for `auto`. Raises ConfigError."""
+    variants: dict[str, int | None] = {}
+    for part in text.split(","):
+        name = part.strip()
+        if name != "auto" and not (name.isdigit() and int(name) <= most):
+            raise ConfigError(f"--widths: expected `auto` and numbers from 0 to num_speculative_tokens={most}, got {name!r}")
+        variants[name] = None if name == "auto" else int(name)
+    return variants
 
 
 def _figures(results: Sequence[Generation], wall_s: float) -> dict[str, Any]:
@@ -110,6 +128,30 @@ def _row(level: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         pairs = zip(runs["plain"], runs["speculative"], strict=True)
         row["speedup"] = statistics.median(fast["tokens_per_s"] / plain["tokens_per_s"] for plain, fast in pairs)
     return row
+
+
+def _compare_widths(level: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians by width; the best fixed width by its median, and auto's ratio to it as the median over turns."""
+    speed = {name: statistics.median(turn["tokens_per_s"] for turn in turns) for name, turns in runs.items()}
+    fixed = {name: value for name, value in speed.items() if name != "auto"}
+    row: dict[str, Any] = {"concurrency": level, "tokens_per_s": speed}
+    row["turns_tokens_per_s"] = {name: [turn["tokens_per_s"] for turn in turns] for name, turns in runs.items()}
+    if fixed:
+        row["best_fixed"] = best = max(fixed, key=lambda name: fixed[name])
+        if "auto" in runs:
+            pairs = zip(runs["auto"], runs[best], strict=True)
+            row["auto_to_best"] = statistics.median(auto["tokens_per_s"] / one["tokens_per_s"] for auto, one in pairs)
+    return row
+
+
+def _show_widths(rows: Sequence[dict[str, Any]]) -> None:
+    names = list(rows[0]["tokens_per_s"])
+    table = Table("conc.", *(f"width {name}" for name in names), "best fixed", "auto / best", title="tokens/s")
+    for row in rows:
+        ratio = row.get("auto_to_best")
+        speeds = (f"{row['tokens_per_s'][name]:.1f}" for name in names)
+        table.add_row(str(row["concurrency"]), *speeds, row.get("best_fixed", ""), f"{ratio:.3f}" if ratio else "")
+    console.print(table)
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:

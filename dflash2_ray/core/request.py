@@ -92,6 +92,11 @@ class Request:
         return self.max_tokens - self.num_output_tokens
 
     @property
+    def draft_width(self) -> int:
+        """Draft slots that this request can use in its next step, whatever the load."""
+        return min(self.num_speculative_tokens, self.num_remaining_tokens) if self.draftable else 0
+
+    @property
     def prefill_goal(self) -> int:
         """Positions that a prefill computes: all of a fresh prompt (its last row samples the first token), but only up to
         the anchor when there is output already, so that the next draft block starts where it always did."""

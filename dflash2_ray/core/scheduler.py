@@ -7,7 +7,7 @@ The scheduler decides and counts; it must not know tensors, models or how drafts
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash2_ray.core.messages import RequestDelta
@@ -100,21 +100,36 @@ class Scheduler:
         departed, self._departed = self._departed, []
         return departed
 
-    def plan(self) -> list[Planned]:
-        """The next step; empty when nothing can run. Pages for every planned row are held when it returns."""
+    def plan(
+        self,
+        widths: int | Mapping[str, int] | None = None,
+        *,
+        takes: Callable[[Request], bool] | None = None,
+        admits: bool = True,
+        num_tokens: int | None = None,
+    ) -> list[Planned]:
+        """The next step; empty when nothing can run. Pages for every planned row are held when it returns.
+
+        widths: most draft slots per request, for all or by request id (0 for an id that is missing); None: their own.
+        takes: which running requests belong to this step. admits: whether waiting requests may start in it.
+        num_tokens: most tokens of this step, below the configured number.
+        """
         planned: list[Planned] = []
-        budget = self.max_num_batched_tokens
+        budget = min(self.max_num_batched_tokens, num_tokens or self.max_num_batched_tokens)
         preempted_before = self.num_preemptions
         for request in sorted(self.running, key=lambda request: not request.decodes):  # a long prefill starves no decode
             if request.state is not RequestState.RUNNING:  # preempted for an older one in this very loop
                 continue
-            part = self._plan_running(request, budget)
+            if takes is not None and not takes(request):
+                continue
+            most = widths.get(request.request_id, 0) if isinstance(widths, Mapping) else widths
+            part = self._plan_running(request, budget, most)
             if part is not None:
                 planned.append(part)
                 budget -= part.num_tokens + part.width
         if self.num_preemptions > preempted_before:  # its pages are needed; admitting now would only preempt again
             return [part for part in planned if part.request.epoch == part.epoch]
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while admits and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             part = self._admit(self.waiting[0], budget)
             if part is None:
                 break
@@ -122,10 +137,10 @@ class Scheduler:
             budget -= part.num_tokens
         return planned
 
-    def _plan_running(self, request: Request, budget: int) -> Planned | None:
+    def _plan_running(self, request: Request, budget: int, most: int | None) -> Planned | None:
         if request.decodes:
             num_tokens = 1
-            width = min(request.num_speculative_tokens if request.draftable else 0, request.num_remaining_tokens)
+            width = request.draft_width if most is None else min(request.draft_width, most)
             samples = True
         else:
             num_tokens = min(request.prefill_goal - request.num_computed, budget)

@@ -23,6 +23,7 @@ from dflash2_ray.models.tensor_parallel import Shard
 from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
+from dflash2_ray.runtime.pipelined_loop import PipelinedLoop
 from dflash2_ray.runtime.rank_loop import Followers
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
@@ -69,7 +70,7 @@ def draw_blueprint(config: ServiceConfig, progress: Progress | None = None) -> B
 
 
 def build_target_loop(config: ServiceConfig, progress: Progress | None = None) -> TargetLoop:
-    """Load both models and wire the serial loop. Raises ConfigError or CheckpointError."""
+    """Load both models and wire the step loop. Raises ConfigError or CheckpointError."""
     return build_from_blueprint(draw_blueprint(config, progress), config, progress)
 
 
@@ -94,7 +95,8 @@ def build_from_blueprint(
     shard: Shard | None = None,
     followers: Followers | None = None,
 ) -> TargetLoop:
-    """Load what the blueprint names and wire the loop, on rank 0 of `shard.size` ranks."""
+    """Load what the blueprint names and wire the loop, on rank 0 of `shard.size` ranks: the serial one, or the pipelined one for
+    a separate drafter."""
     engine = blueprint.config
     target = load_target(blueprint, shard, progress)
     projection = None
@@ -118,7 +120,8 @@ def build_from_blueprint(
         target, projection, num_pages=engine.num_kv_pages, page_size=engine.page_size, followers=followers
     )
     defaults = read_generation_defaults(blueprint.target_folder, config.generation_config)
-    return TargetLoop(
+    loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
+    return loop_class(
         engine,
         runner,
         port,

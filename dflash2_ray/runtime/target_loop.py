@@ -1,12 +1,16 @@
 """The serial step loop, the definition of correct: plan, draft, verify, commit, one step after the other.
 
 Everything cleverer is tested against it token for token. It owns no thread: whoever holds it calls `step()`.
+How wide a step drafts is `StepControl`'s choice (`draft_width=fixed`: always the full width); it changes speed, no greedy token.
 """
 
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflash2_ray.config import EngineConfig
@@ -14,8 +18,10 @@ from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted, propose
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
+from dflash2_ray.core.planner import Load
 from dflash2_ray.core.request import Request
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
+from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
@@ -34,6 +40,7 @@ class TargetLoop:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -48,10 +55,16 @@ class TargetLoop:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_queued_requests=config.max_queued_requests,
         )
+        self.control = self._build_control()
         self.num_steps = 0
         self.num_dropped_proposals = 0
+        self._clock = clock
         self._opened: dict[str, int] = {}  # requests that the drafter knows, with the epoch it was told
         self._salt = secrets.token_hex(8) if config.seed is None else str(config.seed)
+
+    def _build_control(self) -> StepControl:
+        most = self.config.num_speculative_tokens if self.draft_port else 0
+        return StepControl(most, adapts_width=most > 0 and self.config.draft_width == "auto")
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -94,53 +107,78 @@ class TargetLoop:
 
     def step(self) -> list[RequestDelta]:
         """Run one step; returns what it brought to each request that it sampled for."""
-        planned = self.scheduler.plan()
+        started = self._clock()
+        planned = self.scheduler.plan(self.control.decide(self._load()).width)
         self._tell_departures()  # before anything else: preempted requests must not keep a drafter context
         if not planned:
             return []
-        self.num_steps += 1
+        drafting = self._clock()
         proposals = self._draft(planned)
-        try:
-            batch, result, outcomes = self._verify(planned, proposals)
-        except UnitLost:  # a rank is gone: nothing can go on here, and every request can elsewhere
-            raise
-        except Exception as error:  # whatever it was, it ends these requests and no others
-            logger.exception("step %d failed; its %d requests end with an error", self.num_steps, len(planned))
-            deltas = self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
-        else:
-            deltas = self.scheduler.commit(planned, outcomes)
-            self._commit_context(planned, batch, result)
+        draft_s = self._clock() - drafting
+        deltas = self._verify_and_commit(planned, proposals, started, draft_s)
         self._tell_departures()
         return deltas
 
+    def _load(self) -> Load:
+        """What is decoding now: counts, and limits that requests came with."""
+        decoding = (request for request in self.scheduler.running if request.decodes)
+        return Load.of(Counter(one.num_speculative_tokens if one.draftable else 0 for one in decoding))
+
     def _draft(self, planned: Sequence[Planned]) -> dict[str, Proposal]:
-        """Ask for drafts; anything that does not fit what was asked for is dropped, and its request decodes plainly."""
+        """Ask for drafts and wait for them."""
+        wanted = self._wanted(planned)
+        if self.draft_port is None or not wanted:
+            return {}
+        started = self._clock()
+        try:
+            proposed = propose(self.draft_port, list(wanted.values()), self._deadline_s)
+        except Exception:  # a drafter that fails costs speed, never an answer
+            logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
+            self._stop_drafting_all([part.request for part in planned])
+            return {}
+        self._learn_draft(wanted, self._clock() - started)
+        return self._fitting(proposed, wanted, planned)
+
+    @property
+    def _deadline_s(self) -> float | None:
+        """How long to wait for proposals; None: the port's own limit."""
+        return None if self.config.draft_deadline_ms is None else self.config.draft_deadline_ms / 1000
+
+    def _wanted(self, planned: Sequence[Planned]) -> dict[str, Wanted]:
+        """What to ask for. A block that would pass the end of the drafter's range ends speculation for its request."""
         if self.draft_port is None:
             return {}
-        wanted: dict[str, Wanted] = {}
+        asking: list[Planned] = []
         for part in planned:
             request = part.request
             if part.width == 0:
                 continue
             if part.start + part.width + 1 > self.config.drafter_max_model_len:
                 self._stop_drafting(request, "context_too_long")
-                continue
-            if self._opened.get(request.request_id) == request.epoch:
-                wanted[request.request_id] = Wanted(request.request_id, request.epoch, part.start, part.width)
-        if not wanted:
-            return {}
-        try:
-            proposed = propose(self.draft_port, list(wanted.values()))
-        except Exception:  # a drafter that fails costs speed, never an answer
-            logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
-            self._stop_drafting_all([part.request for part in planned])
-            return {}
+            elif self._opened.get(request.request_id) == request.epoch:
+                asking.append(part)
+        drafted = self.control.drafted_widths(Counter(part.width for part in asking))
+        wanted: dict[str, Wanted] = {}
+        for part in asking:
+            width = drafted[part.width]
+            if part.start + width + 1 > self.config.drafter_max_model_len:
+                width = part.width
+            request = part.request
+            wanted[request.request_id] = Wanted(request.request_id, request.epoch, part.start, width)
+        return wanted
+
+    def _fitting(
+        self, proposed: Sequence[Proposal], wanted: dict[str, Wanted], planned: Sequence[Planned]
+    ) -> dict[str, Proposal]:
+        """Proposals that fit what was asked for, cut to the planned width; others are dropped, and their requests decode
+        plainly."""
+        widths = {part.request.request_id: part.width for part in planned}
         proposals: dict[str, Proposal] = {}
         for proposal in proposed:
             asked = wanted.get(proposal.request_id)
             fits = asked is not None and (proposal.epoch, proposal.base_len) == (asked.epoch, asked.base_len)
             if fits and 0 < len(proposal.token_ids) <= asked.width:  # type: ignore[union-attr]
-                proposals[proposal.request_id] = proposal
+                proposals[proposal.request_id] = _cut(proposal, widths[proposal.request_id])
             else:
                 self.num_dropped_proposals += 1
         return proposals
@@ -158,6 +196,23 @@ class TargetLoop:
                 request.draftable = False
                 request.stats.skipped_reason = "drafter_unavailable"
                 self._opened.pop(request.request_id, None)
+
+    def _verify_and_commit(
+        self, planned: Sequence[Planned], proposals: dict[str, Proposal], started: float, draft_s: float
+    ) -> list[RequestDelta]:
+        """Everything behind the drafts. `started`, `draft_s`: when the step began, and what it waited for drafts."""
+        self.num_steps += 1
+        try:
+            batch, result, outcomes = self._verify(planned, proposals)
+        except UnitLost:  # a rank is gone: nothing can go on here, and every request can elsewhere
+            raise
+        except Exception as error:  # whatever it was, it ends these requests and no others
+            logger.exception("step %d failed; its %d requests end with an error", self.num_steps, len(planned))
+            return self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
+        deltas = self.scheduler.commit(planned, outcomes)
+        self._commit_context(planned, batch, result)
+        self._learn_step(planned, outcomes, self._clock() - started - draft_s, draft_s)
+        return deltas
 
     def _verify(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal]
@@ -179,6 +234,9 @@ class TargetLoop:
             if not request.draftable or self.scheduler.get(request.request_id) is not request:
                 continue
             if request.epoch != part.epoch:
+                continue
+            if request.num_computed > self.config.drafter_max_model_len:
+                self._stop_drafting(request, "context_too_long")
                 continue
             if self._opened.get(request.request_id) != request.epoch:
                 if start != 0:
@@ -212,6 +270,32 @@ class TargetLoop:
         if closes:
             self.draft_port.send(closes)
 
+    # ---- measurements ---------------------------------------------------------------------------------------------
+
+    def _learn_step(
+        self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None], seconds: float, draft_s: float
+    ) -> None:
+        """Tell the control what a committed step took and accepted. Steps that mix prefill and decoding tell no times."""
+        rows = tokens = num_decoding = 0
+        for part, outcome in zip(planned, outcomes, strict=True):
+            rows += part.num_tokens
+            if outcome is not None and part.start >= part.request.num_prompt_tokens:
+                num_decoding += 1
+                rows += len(outcome.drafts)
+                tokens += outcome.num_accepted + 1
+                if outcome.drafts:
+                    self.control.decided(len(outcome.drafts), outcome.num_accepted)
+        if num_decoding == len(planned):
+            self.control.verified(num_decoding, rows, seconds, tokens, draft_s)
+        elif num_decoding == 0:
+            self.control.prefilled(len(planned), rows, seconds)
+
+    def _learn_draft(self, wanted: dict[str, Wanted], seconds: float) -> None:
+        """Tell the control what one draft pass took (several widths are several passes: they tell nothing)."""
+        widths = {one.width for one in wanted.values()}
+        if len(widths) == 1:
+            self.control.drafted(len(wanted), widths.pop(), seconds)
+
     # ---- facts ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
@@ -229,10 +313,28 @@ class TargetLoop:
             "num_preemptions": self.scheduler.num_preemptions,
             "num_steps": self.num_steps,
             "num_dropped_proposals": self.num_dropped_proposals,
+            "step_control": self.control.describe(),
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
+
+    def forget_history(self) -> None:
+        """Set the counters of the loop back: what ran before was a warm-up."""
+        self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0
 
     def close(self) -> None:
         """Release the drafter's side; the loop must not be stepped afterwards."""
         if self.draft_port is not None:
             self.draft_port.close()
+
+
+def _cut(proposal: Proposal, width: int) -> Proposal:
+    """The first `width` slots: how many is known before any of them was drawn."""
+    if len(proposal.token_ids) <= width:
+        return proposal
+    ids, probs = proposal.candidate_ids, proposal.candidate_probs
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids[:width],
+        candidate_ids=None if ids is None else ids[:width],
+        candidate_probs=None if probs is None else probs[:width],
+    )

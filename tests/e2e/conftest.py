@@ -37,7 +37,8 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def embedded():
-    """Builds an `LLM` on the embedded pair in fp32; engines are kept for the session by their settings."""
+    """Builds an `LLM` on the embedded pair in fp32, at full draft width if not told otherwise (what is compared must not follow
+    the load of the machine); engines are kept for the session by their settings."""
     from dflash2_ray import LLM
 
     engines = {}
@@ -45,7 +46,7 @@ def embedded():
     def build(**settings):
         key = json.dumps(settings, sort_keys=True)
         if key not in engines:
-            engines[key] = LLM(dtype="float32", seed=SEED, **settings)
+            engines[key] = LLM(dtype="float32", seed=SEED, **{"draft_width": "fixed", **settings})
         return engines[key]
 
     yield build

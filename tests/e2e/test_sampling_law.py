@@ -27,7 +27,7 @@ DRAWS = 6000
 def engine(tiny_pair):
     from dflash2_ray import LLM
 
-    engine = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=32)
+    engine = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=32, draft_width="fixed")
     yield engine
     engine.close()
 

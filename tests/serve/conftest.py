@@ -12,7 +12,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import httpx
 import pytest
 
-SETTINGS = {"dtype": "float32", "max_num_seqs": 2, "max_queued_requests": 3, "seed": 7}
+SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 2, "max_queued_requests": 3, "seed": 7}
 MODEL = "dflash2-embedded"
 
 
@@ -71,7 +71,7 @@ def engine():
     """The same engine in this process: what the service must answer."""
     from dflash2_ray import LLM
 
-    engine = LLM(dtype="float32", max_num_seqs=4, seed=7)
+    engine = LLM(dtype="float32", draft_width="fixed", max_num_seqs=4, seed=7)
     yield engine
     engine.close()
 

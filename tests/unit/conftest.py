@@ -7,6 +7,7 @@ continuation with chosen slots spoiled.
 """
 
 import hashlib
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +127,7 @@ PATTERNS = {
 }
 
 
-def make_loop(drafter=None, *, eos=(), **settings):
+def make_loop(drafter=None, *, eos=(), loop_class=TargetLoop, clock=time.perf_counter, **settings):
     values = {
         "target": "scripted",
         "drafter": "scripted" if drafter else None,
@@ -156,7 +157,7 @@ def make_loop(drafter=None, *, eos=(), **settings):
         ScriptedTarget(), torch.nn.Identity() if drafter else None,
         num_pages=config.num_kv_pages, page_size=config.page_size,
     )
-    return TargetLoop(config, runner, drafter, eos_token_ids=frozenset(eos), vocab_size=VOCAB)
+    return loop_class(config, runner, drafter, eos_token_ids=frozenset(eos), vocab_size=VOCAB, clock=clock)
 
 
 def spec(request_id, prompt, **params):

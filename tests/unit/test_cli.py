@@ -102,3 +102,18 @@ def test_prompts_from_a_file(tmp_path):
     missing = run("verify", "--prompts", str(tmp_path / "none.json"))
     assert missing.returncode == 2
     assert "none.json" in missing.stderr
+
+
+def test_bench_compares_widths():
+    words = ("bench", "--widths", "0,7,auto", "--num-prompts", "2", "--repeats", "2", "--max-tokens", "12", "--concurrency", "1,2", "--json", "-")
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout[done.stdout.index("{") :])["results"]
+    assert [row["concurrency"] for row in rows] == [1, 2]
+    for row in rows:
+        assert set(row["tokens_per_s"]) == {"0", "7", "auto"}
+        assert row["best_fixed"] in ("0", "7")
+        assert row["auto_to_best"] > 0
+    wrong = run("bench", "--widths", "0,9")
+    assert wrong.returncode == 2
+    assert "num_speculative_tokens=7" in wrong.stderr
