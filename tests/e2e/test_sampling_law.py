@@ -118,6 +118,20 @@ def test_plain_decoding_has_the_same_law(engine, tiny_pair, options):
     assert statistic < cut
 
 
+def test_a_changing_draft_width_keeps_the_law(tiny_pair):
+    from dflash2_ray import LLM
+
+    adaptive = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=32, draft_width="auto")
+    loop, widths = adaptive._loop, itertools.cycle([3, 0, 1, 3, 2])
+    decide = loop.control.decide
+    loop.control.decide = lambda load: loop.control.force(next(widths)) or decide(load)
+    indices, accepted = draw(loop, OPTIONS[0], 3, DRAWS)
+    adaptive.close()
+    statistic, cut = chi_square(indices, exact_law(tiny_pair.hf_target, OPTIONS[0], 3))
+    assert accepted > DRAWS / 8
+    assert statistic < cut
+
+
 def _shared_noise(monkeypatch, loop):
     from dflash2_ray.runtime import drafter_runner
     from dflash2_ray.sampling.noise import Purpose, uniforms
