@@ -37,6 +37,7 @@ from dflash2_ray.runtime.tensor_lane import TARGET_RANK, GroupLane, TensorLane, 
 
 logger = logging.getLogger(__name__)
 MIB = 1024 * 1024
+_FAREWELL_S = 5.0  # for the writer's thread to end
 _OWN_COUNTERS = ("num_late", "num_lost", "num_reconnects", "num_overflows", "num_failed_asks", "missing")
 
 
@@ -211,8 +212,11 @@ class RemoteDraftPort:
         """Let go of the drafter and of everything kept for it."""
         with self._changed:
             self._closed = True
+            link = self._link
             self._drop_link()
             self._log.clear()
+        if link is not None:
+            link.writer.join(_FAREWELL_S)
 
     def _drop_link(self) -> None:
         link, self._link = self._link, None

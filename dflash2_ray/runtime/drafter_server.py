@@ -123,6 +123,13 @@ class DrafterServer:
         inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(channel, generation, lane, inbox), name="drafter-reader", daemon=True)
         reader.start()
+        try:
+            return self._work(channel, generation, inbox)
+        finally:
+            if lane is not None:
+                lane.close()
+
+    def _work(self, channel: Channel, generation: int, inbox: "queue.SimpleQueue[_Arrived]") -> str:
         asks = _Asks()
         while True:
             arrived = _drain(inbox, block=not asks)

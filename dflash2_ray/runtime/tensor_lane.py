@@ -6,7 +6,9 @@ found on the channel, and a peer that hangs by the group's timeout. The group's 
 trusted network only. It must not know messages.
 """
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -18,6 +20,7 @@ from dflash2_ray.errors import ConfigError
 Transport = Literal["socket", "gloo", "nccl"]
 TRANSPORTS: tuple[str, ...] = ("socket", "gloo", "nccl")
 TARGET_RANK, DRAFTER_RANK = 0, 1
+_NEVER_SENT = 1  # a tag; tensors have 0
 
 
 class TensorLane(Protocol):
@@ -31,6 +34,10 @@ class TensorLane(Protocol):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next announced tensor. Raises RuntimeError when the peer is gone or the timeout has passed."""
+        ...
+
+    def close(self) -> None:
+        """End a transfer that waits, from another thread; the lane is not used afterwards."""
         ...
 
 
@@ -48,28 +55,47 @@ class GroupLane:
         self.device = "cuda" if transport == "nccl" else "cpu"
         self._peer = 1 - rank
         self._timeout = timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()  # between `close` and the beginning of a transfer
+        self._closed = False
+        self._waiting = False
         self._store = store  # the target's must live as long as the group
         self._stream = torch.cuda.Stream() if self.device == "cuda" else None
         self._group = _new_group(transport, distributed.PrefixStore(name, store), rank, host, self._timeout)
 
     def send(self, tensor: torch.Tensor) -> None:
-        if self._stream is None:
-            self._group.send([tensor], self._peer, 0).wait(self._timeout)
-            return
-        self._stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(self._stream):
-            self._group.send([tensor], self._peer, 0).wait()
-        self._stream.synchronize()
+        self._transfer(lambda: self._group.send([tensor], self._peer, 0))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        if self._stream is None:
-            self._group.recv([tensor], self._peer, 0).wait(self._timeout)
-            return tensor
-        with torch.cuda.stream(self._stream):
-            self._group.recv([tensor], self._peer, 0).wait()
-        self._stream.synchronize()
+        self._transfer(lambda: self._group.recv([tensor], self._peer, 0))
         return tensor
+
+    def _transfer(self, begin: Callable[[], Any]) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(self._stream):
+                begin().wait()
+            self._stream.synchronize()
+            return
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the tensor lane is closed")
+            work = begin()
+            self._waiting = True
+        try:
+            work.wait(self._timeout)
+        finally:
+            self._waiting = False
+
+    def close(self) -> None:
+        """gloo cannot cancel a transfer, but a wait that runs out of time closes the connection for all who wait."""
+        with self._lock:
+            if self._closed or not self._waiting:
+                self._closed = True
+                return
+            self._closed = True
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def check_transport(transport: str) -> None:
