@@ -189,9 +189,7 @@ class RemoteDraftPort:
         channel.send(hello)
         lane = None
         if store is not None:
-            lane = GroupLane(
-                self.transport, store, rank=TARGET_RANK, host=host, timeout_s=self._group_timeout_s, name=f"draft-{generation}"
-            )
+            lane = self._open_lane(store, host, generation)
         reply = channel.receive()
         if isinstance(reply, dict) and reply.get("kind") == "refused":
             raise WireError(f"the drafter turned us away: {reply.get('reason')}")
@@ -199,6 +197,14 @@ class RemoteDraftPort:
             raise WireError(f"draft wire: expected a welcome to generation {generation}, got {reply}")
         channel.set_timeout(None)
         return lane
+
+    def _open_lane(self, store: Any, host: str, generation: int) -> TensorLane:
+        try:
+            return GroupLane(
+                self.transport, store, rank=TARGET_RANK, host=host, timeout_s=self._group_timeout_s, name=f"draft-{generation}"
+            )
+        except RuntimeError as error:
+            raise ChannelClosed(f"transport {self.transport}: the drafter did not come to the group: {error}") from None
 
     def _new_writer(self, channel: Channel, lane: TensorLane | None) -> FrameWriter:
         def failed(reason: str) -> None:

@@ -41,7 +41,7 @@ def test_missing_and_doubled_embeddings(folder):
     tensors = load_file(path)
     embedding = tensors.pop("model.embed_tokens.weight")
     save_file(tensors | {"left.embed_tokens.weight": embedding, "right.embed_tokens.weight": embedding.clone()}, path)
-    with pytest.raises(CheckpointError, match="expected one tensor named …embed_tokens.weight, got 2"):
+    with pytest.raises(CheckpointError, match=r"expected one tensor named …embed_tokens\.weight, got 2"):
         read_target_share(folder, dtype="float32", device="cpu")
     save_file(tensors | {"model.embed_tokens.weight": embedding[:, :8].contiguous()}, path)
     with pytest.raises(CheckpointError, match=r"expected shape \[37, 32\], got \[37, 8\]"):
