@@ -13,7 +13,7 @@ import ray
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.drafter import Drafter
 from dflash2_ray.engine.placement import UnitPlacement
-from dflash2_ray.engine.rank_group import kill_worker, start_worker, with_progress
+from dflash2_ray.engine.worker import Worker
 
 logger = logging.getLogger("ray.serve")
 _FIRST_PAUSE_S = 0.1
@@ -27,60 +27,71 @@ class DrafterKeeper:
     def __init__(self, config: ServiceConfig, placement: UnitPlacement, on_address: Callable[[dict[str, Any]], None]) -> None:
         assert placement.drafter_bundle is not None, "only a separate drafter is kept"
         self.address: dict[str, Any] | None = None
-        self.place: dict[str, Any] | None = None
         self.num_restarts = 0
+        self.last_restart_s: float | None = None
         self._config = config
         self._placement = placement
         self._bundle = placement.drafter_bundle
         self._on_address = on_address
-        self._actor: Any = None
+        self.worker: Worker | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, Any]:
         """Start the first drafter; returns its address. Raises ConfigError, or what Ray raises."""
-        address = await self._launch()
-        self._keeping = asyncio.create_task(self._keep())
+        worker, address = await self._launch()
+        self._keeping = asyncio.create_task(self._keep(worker))
         return address
 
-    async def _launch(self) -> dict[str, Any]:
-        self._actor = start_worker(Drafter, self._placement, self._bundle)
-        self.place = dict(await self._actor.whereabouts.remote())
-        address = dict(await with_progress(self._actor, self._actor.load.remote(self._config), "drafter"))
-        self.address = address
-        return address
+    async def _launch(self) -> tuple[Worker, dict[str, Any]]:
+        worker = self.worker = Worker(Drafter, self._placement, self._bundle)
+        await worker.locate()
+        address = self.address = dict(await worker.finish(worker.call("load", self._config), "drafter"))
+        return worker, address
 
-    async def _keep(self) -> None:
+    async def _keep(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop()
         pause = _FIRST_PAUSE_S
         while True:
             since = clock.time()
-            if self.address is not None:
-                try:
-                    reason = f"ended: {await self._actor.run.remote()}"
-                except ray.exceptions.RayError as error:
-                    reason = f"died: {type(error).__name__}"
-                logger.error("the drafter %s; requests decode plainly until it is back", reason)
+            try:
+                reason = f"ended: {await worker.call('run')}"
+            except ray.exceptions.RayError as error:
+                reason = f"died: {type(error).__name__}"
+            lost_at = clock.time()
+            logger.error("the drafter %s; requests decode plainly until it is back", reason)
             self.address = None
-            kill_worker(self._actor, self.place)
-            pause = _FIRST_PAUSE_S if clock.time() - since > _STABLE_S else min(2 * pause, _LONGEST_PAUSE_S)
+            worker.kill()
+            pause = _FIRST_PAUSE_S if lost_at - since > _STABLE_S else min(2 * pause, _LONGEST_PAUSE_S)
+            worker, pause = await self._restart(pause)
+            self.last_restart_s = clock.time() - lost_at
+            logger.info("the drafter is back after %.1f s", self.last_restart_s)
+
+    async def _restart(self, pause: float) -> tuple[Worker, float]:
+        """A new drafter, however many attempts it takes, and the pause that the last one needed."""
+        while True:
             await asyncio.sleep(pause)
             self.num_restarts += 1
             try:
-                self._on_address(await self._launch())
-                logger.info("the drafter is back after %.1f s", clock.time() - since)
+                worker, address = await self._launch()
+                self._on_address(address)
+                return worker, pause
             except Exception as error:  # whatever it was, the next attempt may do
                 logger.error("the drafter could not be restarted: %s: %s", type(error).__name__, error)
+                self.address = None
+                if self.worker is not None:
+                    self.worker.kill()
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def replace(self, reason: str) -> None:
         """Kill a drafter that hangs; it is replaced like one that died."""
-        if self.address is not None:
+        if self.address is not None and self.worker is not None:
             logger.error("the drafter is replaced: %s", reason)
             self.address = None
-            kill_worker(self._actor, self.place)
+            self.worker.kill()
 
     def close(self) -> None:
         """End the drafter for good."""
         if self._keeping is not None:
             self._keeping.cancel()
-        if self._actor is not None:
-            kill_worker(self._actor, self.place)
+        if self.worker is not None:
+            self.worker.kill()

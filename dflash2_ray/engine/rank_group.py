@@ -5,25 +5,18 @@ A generation is never repaired: when one rank is lost, or hangs, all go, and the
 
 import asyncio
 import contextlib
-import logging
-import os
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.target_rank import TargetRank
-from dflash2_ray.engine.worker_actor import WORKER_ENVIRONMENT
-from dflash2_ray.errors import ConfigError, UnitLost
+from dflash2_ray.engine.worker import Worker
+from dflash2_ray.errors import UnitLost
 from dflash2_ray.runtime.channel import AsyncChannel, ChannelClosed
 
-logger = logging.getLogger("ray.serve")
-_PROGRESS_PERIOD_S = 0.5
 _PING_PERIOD_S = 1.0
 _SILENCE_S = 10.0  # a rank 0 that answers no ping for so long is stopped or starved: its reading thread does nothing else
 Item = dict[str, Any]
@@ -41,11 +34,10 @@ class RankGroup:
         self.target_folder = ""
         self.pulse: dict[str, Any] = {}
         self.num_items = 0  # that the step loop has delivered
-        self.whereabouts: list[dict[str, Any]] = []
         self._config = config
         self._placement = placement
         self._on_item = on_item
-        self._ranks: list[Any] = []
+        self.ranks: list[Worker] = []
         self._channel: AsyncChannel | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._heard = 0.0
@@ -54,35 +46,35 @@ class RankGroup:
 
     async def start(self, drafter_address: Awaitable[dict[str, Any]] | None) -> None:
         """Place, load, warm up, connect. Raises ConfigError, or what Ray raises; the caller kills the group then."""
-        self._ranks = [start_worker(TargetRank, self._placement, bundle) for bundle in self._placement.rank_bundles]
-        places = await asyncio.gather(*(rank.whereabouts.remote() for rank in self._ranks))
-        order = sorted(range(len(places)), key=lambda i: (places[i]["node_id"] != places[0]["node_id"], places[i]["node_id"], i))
-        self._ranks, self.whereabouts = [self._ranks[i] for i in order], [places[i] for i in order]
+        self.ranks = [Worker(TargetRank, self._placement, bundle) for bundle in self._placement.rank_bundles]
+        await asyncio.gather(*(rank.locate() for rank in self.ranks))
+        first = _node(self.ranks[0])
+        self.ranks.sort(key=lambda rank: (_node(rank) != first, _node(rank)))  # ranks of one node are neighbours
         rendezvous = None
-        if len(self._ranks) > 1:
-            rendezvous = await self._ranks[0].open_rendezvous.remote(
-                self.generation, len(self._ranks), self._config.step_timeout_s
+        if len(self.ranks) > 1:
+            rendezvous = await self.ranks[0].call(
+                "open_rendezvous", self.generation, len(self.ranks), self._config.step_timeout_s
             )
         loads = [
-            rank.load.remote(self._config, index, len(self._ranks), rendezvous) for index, rank in enumerate(self._ranks)
+            rank.call("load", self._config, index, len(self.ranks), rendezvous) for index, rank in enumerate(self.ranks)
         ]
-        await with_progress(self._ranks[0], asyncio.gather(*loads), "target")
-        self._watch(self._ranks[1:], first_rank=1)
+        await self.ranks[0].finish(asyncio.gather(*loads), "target")
+        self._watch(self.ranks[1:], first_rank=1)
         address = None if drafter_address is None else await drafter_address
-        start = dict(await with_progress(self._ranks[0], self._ranks[0].warm_up.remote(address), "target"))
+        start = dict(await self.ranks[0].finish(self.ranks[0].call("warm_up", address), "target"))
         self.facts, self.target_folder = start["facts"], start["target_folder"]
-        self._watch(self._ranks[:1], first_rank=0)
+        self._watch(self.ranks[:1], first_rank=0)
         self._channel = await AsyncChannel.connect(start["host"], start["port"], start["token"])
         self._tasks += [asyncio.create_task(self._pump()), asyncio.create_task(self._ping())]
 
-    def _watch(self, ranks: Sequence[Any], first_rank: int) -> None:
+    def _watch(self, ranks: Sequence[Worker], first_rank: int) -> None:
         self._tasks += [
             asyncio.create_task(self._await_end(rank, first_rank + offset)) for offset, rank in enumerate(ranks)
         ]
 
-    async def _await_end(self, rank: Any, index: int) -> None:
+    async def _await_end(self, rank: Worker, index: int) -> None:
         try:
-            reason = f"target rank {index} ended: {await rank.run.remote()}"
+            reason = f"target rank {index} ended: {await rank.call('run')}"
         except ray.exceptions.RayError as error:
             reason = f"target rank {index} died: {type(error).__name__}"
         self._lose(reason)
@@ -102,7 +94,7 @@ class RankGroup:
     async def describe(self) -> dict[str, Any]:
         """The step loop's own description. Raises UnitLost."""
         try:
-            return dict(await self._ranks[0].describe.remote())
+            return dict(await self.ranks[0].call("describe"))
         except ray.exceptions.RayError as error:
             raise UnitLost(f"target rank 0 does not answer: {type(error).__name__}") from None
 
@@ -147,55 +139,10 @@ class RankGroup:
             task.cancel()
         if self._channel is not None:
             self._channel.close()
-        for rank, place in zip(self._ranks, [*self.whereabouts, *[None] * len(self._ranks)], strict=False):
-            kill_worker(rank, place)
+        for rank in self.ranks:
+            rank.kill()
 
 
-def start_worker(kind: type, placement: UnitPlacement, bundle: int) -> Any:
-    """A new actor of class `kind` in the given bundle of this replica's placement group."""
-    actor: Any = ray.remote(kind)
-    return actor.options(
-        max_restarts=0,
-        max_concurrency=4,
-        num_cpus=placement.worker.get("CPU", 0),
-        num_gpus=placement.worker.get("GPU", 0),
-        scheduling_strategy=_own_bundle(bundle),
-        runtime_env={"env_vars": WORKER_ENVIRONMENT},
-    ).remote()
-
-
-def _own_bundle(index: int) -> Any:
-    group = get_current_placement_group()
-    if group is None:  # a replica without a group (local testing) places its workers anywhere
-        return "DEFAULT"
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-
-
-def kill_worker(actor: Any, place: dict[str, Any] | None) -> None:
-    """Kill an actor. One on this node is also killed by process id, because a stopped process answers no request to exit."""
-    ray.kill(actor)
-    if place is not None and place["node_id"] == ray.get_runtime_context().get_node_id():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(place["pid"], signal.SIGKILL)
-
-
-async def with_progress(worker: Any, work: Awaitable[Any], name: str) -> Any:
-    """Await `work` of a worker, with a line of progress whenever a phase, or a tenth of it, is done. Raises ConfigError."""
-    waiting = asyncio.ensure_future(work)
-    shown: tuple[str, int] = ("", -1)
-    while True:
-        done, _ = await asyncio.wait({waiting}, timeout=_PROGRESS_PERIOD_S)
-        if done:
-            break
-        phase, at, total = await worker.progress.remote()
-        step = (phase, int(10 * at / max(total, 1)))
-        if step != shown:
-            logger.info("start-up of the %s: %s %d %%", name, phase, 100 * at / max(total, 1))
-            shown = step
-    try:
-        return waiting.result()
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ConfigError):
-            logger.error("this configuration cannot be served: %s", error.cause)
-            raise error.cause from None
-        raise
+def _node(rank: Worker) -> str:
+    assert rank.place is not None, "located before it is sorted"
+    return str(rank.place["node_id"])

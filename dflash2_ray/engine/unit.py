@@ -39,6 +39,7 @@ class Unit:
         self._failed: str | None = None
         self._stopping = False
         self._num_fruitless = 0
+        self._num_calls = 0  # of requests and descriptions
         self._num_rebuilds = 0
         self._last_rebuild_s: float | None = None
         self._keeper = DrafterKeeper(config, placement, self._send_address) if placement.separate else None
@@ -63,6 +64,7 @@ class Unit:
 
         Closing or cancelling the stream cancels the request in the engine, queued or running.
         """
+        self._num_calls += 1
         request_id = spec["request_id"]
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         finished = False
@@ -163,15 +165,18 @@ class Unit:
     async def _watch_drafter(self) -> None:
         """Hand a hung drafter to its keeper, and its address again to ranks that have lost it or never had it."""
         told: tuple[int, str] | None = None
+        replaced: tuple[int, int] | None = None  # the connection whose drafter was replaced; its pulse may be an old one
         while self._keeper is not None:
             await asyncio.sleep(_WATCH_PERIOD_S)
             state = self._group.pulse.get("drafter") or {}
-            if not self._serving.is_set() or self._keeper.address is None:
+            if not state or not self._serving.is_set() or self._keeper.address is None:
                 continue
             here = (self._group.generation, str(self._keeper.address))
-            if state.get("suspect"):
-                self._keeper.replace(state["suspect"])
-            elif state and not state["connected"] and told != here:
+            connection = (self._group.generation, int(state["connection"]))
+            if state["suspect"] == "hung" and connection != replaced:
+                replaced = connection
+                self._keeper.replace("it has answered nothing for too long")
+            elif not state["connected"] and told != here:
                 told = here
                 self._group.send({"drafter": self._keeper.address})
 
@@ -182,6 +187,7 @@ class Unit:
 
     async def describe(self) -> dict[str, Any]:
         """What runs, and how full it is. Raises UnitLost while a rank is missing."""
+        self._num_calls += 1
         if not self._serving.is_set():
             raise UnitLost(self._failed or "the unit's ranks are being replaced")
         group, keeper = self._group, self._keeper
@@ -193,16 +199,17 @@ class Unit:
             "num_rebuilds": self._num_rebuilds,
             "last_rebuild_s": self._last_rebuild_s,
             "num_drafter_restarts": keeper.num_restarts if keeper else 0,
+            "last_drafter_restart_s": keeper.last_restart_s if keeper else None,
             "degraded": [] if keeper is None or (keeper.address is not None and drafter) else ["drafter"],
             "workers": self._workers(),
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        """role, node, process id and GPUs of every process of this unit."""
-        rows = [{"role": "unit", "pid": os.getpid()}]
-        rows += [{"role": f"target rank {index}", **place} for index, place in enumerate(self._group.whereabouts)]
-        if self._keeper is not None and self._keeper.place is not None:
-            rows.append({"role": "drafter", **self._keeper.place})
+        """role, node, process id and GPUs of every process of this unit, and how often Ray called it."""
+        rows = [{"role": "unit", "pid": os.getpid(), "num_calls": self._num_calls}]
+        rows += [rank.describe(f"target rank {index}") for index, rank in enumerate(self._group.ranks)]
+        if self._keeper is not None and self._keeper.worker is not None:
+            rows.append(self._keeper.worker.describe("drafter"))
         return rows
 
     async def text_files(self) -> dict[str, bytes]:

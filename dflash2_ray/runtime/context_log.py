@@ -44,6 +44,7 @@ class LoggedRequest:
         self.pending = []
         if reached < base_len:
             self.broken = True
+            self._rows = torch.empty(0, 0)  # nobody will ask for them
         if self.broken:
             return
         for piece in pieces:

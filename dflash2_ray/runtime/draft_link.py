@@ -33,10 +33,12 @@ from dflash2_ray.runtime.draft_wire import (
     unpack_answer,
 )  # fmt: skip
 from dflash2_ray.runtime.frame_writer import FrameWriter
-from dflash2_ray.runtime.tensor_lane import TARGET_RANK, GroupLane, TensorLane, check_transport, host_store
+from dflash2_ray.runtime.process_group import host_store
+from dflash2_ray.runtime.tensor_lane import TARGET_RANK, GroupLane, TensorLane, check_transport
 
 logger = logging.getLogger(__name__)
 MIB = 1024 * 1024
+_FAREWELL_S = 5.0  # for the writer's thread to end
 _OWN_COUNTERS = ("num_late", "num_lost", "num_reconnects", "num_overflows", "num_failed_asks", "missing")
 
 
@@ -183,14 +185,12 @@ class RemoteDraftPort:
         store, host = None, channel.local_host
         hello = head("hello", generation, 0, transport=self.transport)
         if self.transport != "socket":
-            store = host_store(host, self._group_timeout_s)
+            store = host_store(host, 2, self._group_timeout_s)
             hello |= {"store": [host, store.port], "group_timeout_s": self._group_timeout_s}
         channel.send(hello)
         lane = None
         if store is not None:
-            lane = GroupLane(
-                self.transport, store, rank=TARGET_RANK, host=host, timeout_s=self._group_timeout_s, name=f"draft-{generation}"
-            )
+            lane = self._open_lane(store, host, generation)
         reply = channel.receive()
         if isinstance(reply, dict) and reply.get("kind") == "refused":
             raise WireError(f"the drafter turned us away: {reply.get('reason')}")
@@ -198,6 +198,14 @@ class RemoteDraftPort:
             raise WireError(f"draft wire: expected a welcome to generation {generation}, got {reply}")
         channel.set_timeout(None)
         return lane
+
+    def _open_lane(self, store: Any, host: str, generation: int) -> TensorLane:
+        try:
+            return GroupLane(
+                self.transport, store, rank=TARGET_RANK, host=host, timeout_s=self._group_timeout_s, name=f"draft-{generation}"
+            )
+        except RuntimeError as error:
+            raise ChannelClosed(f"transport {self.transport}: the drafter did not come to the group: {error}") from None
 
     def _new_writer(self, channel: Channel, lane: TensorLane | None) -> FrameWriter:
         def failed(reason: str) -> None:
@@ -211,8 +219,11 @@ class RemoteDraftPort:
         """Let go of the drafter and of everything kept for it."""
         with self._changed:
             self._closed = True
+            link = self._link
             self._drop_link()
             self._log.clear()
+        if link is not None:
+            link.writer.join(_FAREWELL_S)
 
     def _drop_link(self) -> None:
         link, self._link = self._link, None

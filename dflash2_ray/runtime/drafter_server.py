@@ -28,7 +28,8 @@ from dflash2_ray.runtime.draft_wire import (
     unpack_step,
 )  # fmt: skip
 from dflash2_ray.runtime.drafter_runner import DrafterRunner
-from dflash2_ray.runtime.tensor_lane import DRAFTER_RANK, GroupLane, TensorLane, check_transport, join_store
+from dflash2_ray.runtime.process_group import join_store
+from dflash2_ray.runtime.tensor_lane import DRAFTER_RANK, GroupLane, TensorLane, check_transport
 
 logger = logging.getLogger(__name__)
 HANDSHAKE_S = 30.0
@@ -123,6 +124,13 @@ class DrafterServer:
         inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(channel, generation, lane, inbox), name="drafter-reader", daemon=True)
         reader.start()
+        try:
+            return self._work(channel, generation, inbox)
+        finally:
+            if lane is not None:
+                lane.close()
+
+    def _work(self, channel: Channel, generation: int, inbox: "queue.SimpleQueue[_Arrived]") -> str:
         asks = _Asks()
         while True:
             arrived = _drain(inbox, block=not asks)
@@ -152,7 +160,7 @@ class DrafterServer:
             host, port = hello["store"]
             timeout_s = float(hello["group_timeout_s"])
             lane = GroupLane(
-                transport, join_store(host, port, timeout_s), rank=DRAFTER_RANK, host=channel.local_host,
+                transport, join_store(host, port, 2, timeout_s), rank=DRAFTER_RANK, host=channel.local_host,
                 timeout_s=timeout_s, name=f"draft-{generation}",
             )  # fmt: skip
         channel.set_timeout(None)

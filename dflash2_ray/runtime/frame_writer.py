@@ -34,7 +34,8 @@ class FrameWriter:
         self._changed = threading.Condition()
         self._lane_busy = False
         self._closed = False
-        threading.Thread(target=self._run, name="frame-writer", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="frame-writer", daemon=True)
+        self._thread.start()
 
     def put(self, message: Any, buffers: Sequence[memoryview] = (), tensors: Sequence[torch.Tensor] = ()) -> bool:
         """Queue a frame, and behind it the tensors of the lane; their memory must not change any more. False, with nothing
@@ -56,9 +57,15 @@ class FrameWriter:
         return True
 
     def close(self) -> None:
-        """Drop what waits and end the thread; the channel is the owner's to close."""
+        """Drop what waits and end the thread and the lane; the channel is the owner's to close."""
         with self._changed:
             self._close()
+        if self._lane is not None:
+            self._lane.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end, behind the closing of writer and channel."""
+        self._thread.join(timeout_s)
 
     def _close(self) -> None:
         self._closed = True

@@ -81,7 +81,7 @@ class LoopServer:
         port = self.loop.draft_port
         if not isinstance(port, RemoteDraftPort):
             return None
-        return {"connected": port.connected, "suspect": port.suspect}
+        return {"connected": port.connected, "suspect": port.suspect, "connection": port.generation}
 
     def _connect(self, address: dict[str, Any]) -> None:
         port = self.loop.draft_port

@@ -6,7 +6,9 @@ found on the channel, and a peer that hangs by the group's timeout. The group's 
 trusted network only. It must not know messages.
 """
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -14,10 +16,12 @@ import torch
 from torch import distributed
 
 from dflash2_ray.errors import ConfigError
+from dflash2_ray.runtime.process_group import new_group
 
 Transport = Literal["socket", "gloo", "nccl"]
 TRANSPORTS: tuple[str, ...] = ("socket", "gloo", "nccl")
 TARGET_RANK, DRAFTER_RANK = 0, 1
+_NEVER_SENT = 1  # a tag; tensors have 0
 
 
 class TensorLane(Protocol):
@@ -31,6 +35,10 @@ class TensorLane(Protocol):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next announced tensor. Raises RuntimeError when the peer is gone or the timeout has passed."""
+        ...
+
+    def close(self) -> None:
+        """End a transfer that waits, from another thread; the lane is not used afterwards."""
         ...
 
 
@@ -48,28 +56,47 @@ class GroupLane:
         self.device = "cuda" if transport == "nccl" else "cpu"
         self._peer = 1 - rank
         self._timeout = timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()  # between `close` and the beginning of a transfer
+        self._closed = False
+        self._waiting = False
         self._store = store  # the target's must live as long as the group
         self._stream = torch.cuda.Stream() if self.device == "cuda" else None
-        self._group = _new_group(transport, distributed.PrefixStore(name, store), rank, host, self._timeout)
+        self._group = new_group(transport, distributed.PrefixStore(name, store), rank, 2, host, timeout_s)
 
     def send(self, tensor: torch.Tensor) -> None:
-        if self._stream is None:
-            self._group.send([tensor], self._peer, 0).wait(self._timeout)
-            return
-        self._stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(self._stream):
-            self._group.send([tensor], self._peer, 0).wait()
-        self._stream.synchronize()
+        self._transfer(lambda: self._group.send([tensor], self._peer, 0))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        if self._stream is None:
-            self._group.recv([tensor], self._peer, 0).wait(self._timeout)
-            return tensor
-        with torch.cuda.stream(self._stream):
-            self._group.recv([tensor], self._peer, 0).wait()
-        self._stream.synchronize()
+        self._transfer(lambda: self._group.recv([tensor], self._peer, 0))
         return tensor
+
+    def _transfer(self, begin: Callable[[], Any]) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(self._stream):
+                begin().wait()
+            self._stream.synchronize()
+            return
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the tensor lane is closed")
+            work = begin()
+            self._waiting = True
+        try:
+            work.wait(self._timeout)
+        finally:
+            self._waiting = False
+
+    def close(self) -> None:
+        """gloo cannot cancel a transfer, but a wait that runs out of time closes the connection for all who wait."""
+        with self._lock:
+            if self._closed or not self._waiting:
+                self._closed = True
+                return
+            self._closed = True
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def check_transport(transport: str) -> None:
@@ -80,24 +107,3 @@ def check_transport(transport: str) -> None:
         raise ConfigError("transport: `gloo` was asked for, but this build of torch has none; use socket")
     if transport == "nccl" and not (distributed.is_nccl_available() and torch.cuda.is_available()):
         raise ConfigError("transport: `nccl` was asked for, but this process has no GPU or no NCCL; use socket")
-
-
-def host_store(host: str, timeout_s: float) -> distributed.TCPStore:
-    """The target's side of the meeting point, on a free port (`store.port`)."""
-    return distributed.TCPStore(host, 0, 2, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-def join_store(host: str, port: int, timeout_s: float) -> distributed.TCPStore:
-    """The drafter's side of it. Raises RuntimeError when it cannot be reached."""
-    return distributed.TCPStore(host, port, 2, False, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-def _new_group(transport: str, store: distributed.Store, rank: int, host: str, timeout: timedelta) -> Any:
-    if transport == "nccl":
-        nccl = distributed.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return distributed.ProcessGroupNCCL(store, rank, 2, nccl)
-    gloo: Any = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs do not know it
-    gloo._timeout = timeout
-    gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
-    return distributed.ProcessGroupGloo(store, rank, 2, gloo)

@@ -159,6 +159,22 @@ def test_hung(transport, start_drafter, new_port, drafter):
     assert port.counters()["num_lost"] == 0
 
 
+def test_closing_beside_a_hung_drafter(start_drafter, new_port):
+    """A tensor that nobody takes does not hold the writer's thread back."""
+    process = start_drafter()
+    port = new_port(transport="gloo", draft_deadline_ms=20.0, group_timeout_s=600.0)
+    port.connect(process.address)
+    port.send([opened("a")])
+    process.stop()
+    big = torch.zeros(100_000, H)
+    port.send([Rows((RowSpan("a", 0, 0, 100_000),), big), Commit("a", 0, 100_000, 1)])
+    assert proposed(port, "a", 100_000, None) is None
+    thread = port._link.writer._thread
+    assert thread.is_alive()
+    port.close()
+    assert not thread.is_alive()
+
+
 def test_late_proposals_are_dropped(start_drafter, new_port, drafter):
     process = start_drafter(gated=True)
     port = new_port(draft_deadline_ms=20.0)

@@ -142,14 +142,14 @@ def test_a_killed_rank_ends_streams_with_an_error_and_is_replaced(idle):
     before = idle.http.get("/server_info").json()
     stream = Stream(idle)
     stream.first()
-    os.kill(before["rank_pids"][0], signal.SIGKILL)
+    os.kill(pid_of(before), signal.SIGKILL)
     rest = [line for line in stream.lines if line]
     stream.leave()
     assert rest[-1] == "data: [DONE]"
     error = json.loads(rest[-2].removeprefix("data: "))["error"]
     assert error["type"] == "server_error"
     assert "SIGKILL" not in error["message"]
-    after = idle.wait_for(lambda info: info["rank_pids"] != before["rank_pids"], patience_s=120)
+    after = idle.wait_for(lambda info: pid_of(info) != pid_of(before), patience_s=120)
     assert after["num_requests_running"] == 0
     answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "temperature": 0})
     assert answer.status_code == 200

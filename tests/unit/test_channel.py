@@ -155,6 +155,9 @@ class HeldLane:
         assert self.go.wait(10)
         self.sent.append(tensor)
 
+    def close(self):
+        self.go.set()
+
 
 def test_writer_keeps_order_behind_a_full_socket(pair):
     near, far, _ = pair

@@ -304,6 +304,14 @@ def test_transports_are_checked():
         RemoteDraftPort(transport="nccl")
 
 
+def test_a_drafter_that_does_not_come_to_the_group(peer):
+    port = RemoteDraftPort(transport="gloo", group_timeout_s=0.3)
+    with pytest.raises(ChannelClosed, match="transport gloo: the drafter did not come to the group"):
+        port.connect(peer.address, PATIENCE_S)
+    assert not port.connected
+    port.close()
+
+
 def test_closed(peer, new_port):
     port = new_port()
     port.close()
