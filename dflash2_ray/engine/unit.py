@@ -26,6 +26,7 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 _HOLD_S = 5.0  # how long a request waits here for the next generation before its client is told to look elsewhere
 _MOST_FRUITLESS = 3  # generations in a row that brought no token: then the whole unit is replaced
 _WATCH_PERIOD_S = 0.5
+_APART_S = 8.0  # longer than an attempt to connect takes
 
 
 class Unit:
@@ -164,21 +165,29 @@ class Unit:
 
     async def _watch_drafter(self) -> None:
         """Hand a hung drafter to its keeper, and its address again to ranks that have lost it or never had it."""
+        clock = asyncio.get_running_loop()
+        apart_since: float | None = None
         told: tuple[int, str] | None = None
         replaced: tuple[int, int] | None = None  # the connection whose drafter was replaced; its pulse may be an old one
         while self._keeper is not None:
             await asyncio.sleep(_WATCH_PERIOD_S)
             state = self._group.pulse.get("drafter") or {}
             if not state or not self._serving.is_set() or self._keeper.address is None:
+                apart_since = None
                 continue
             here = (self._group.generation, str(self._keeper.address))
             connection = (self._group.generation, int(state["connection"]))
             if state["suspect"] == "hung" and connection != replaced:
-                replaced = connection
+                replaced, apart_since = connection, None
                 self._keeper.replace("it has answered nothing for too long")
-            elif not state["connected"] and told != here:
-                told = here
+            elif state["connected"]:
+                apart_since = None
+            elif told != here:
+                told, apart_since = here, clock.time()
                 self._group.send({"drafter": self._keeper.address})
+            elif apart_since is not None and clock.time() - apart_since > _APART_S:
+                apart_since = None
+                self._keeper.replace("the ranks cannot connect to it")
 
     async def check_health(self) -> None:
         """Serve's health check: a unit that gave up is replaced; one that rebuilds itself is left alone."""

@@ -16,6 +16,7 @@ from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.target_loop import TargetLoop
 
 logger = logging.getLogger(__name__)
+_CONNECT_S = 5.0  # a drafter that does not answer for so long is not there
 
 
 class LoopServer:
@@ -87,8 +88,8 @@ class LoopServer:
         port = self.loop.draft_port
         if isinstance(port, RemoteDraftPort):
             try:
-                port.connect(address)
-            except (OSError, ChannelClosed) as error:  # its owner sees that it is not connected, and replaces it
+                port.connect(address, _CONNECT_S)
+            except (OSError, ChannelClosed, ValueError) as error:  # its owner sees that it is not connected, and replaces it
                 logger.warning("no connection to the drafter: %s", error)
 
     def _serve(self, channel: Channel) -> str:
