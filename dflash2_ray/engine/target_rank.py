@@ -46,7 +46,7 @@ class TargetRank(WorkerActor):
     def load(self, config: ServiceConfig, rank: int, size: int, rendezvous: dict[str, Any] | None) -> None:
         """Load this rank's part and join the others. Raises ConfigError, or UnitLost when one does not come."""
         from dflash2_ray.models.tensor_parallel import Shard
-        from dflash2_ray.runtime.build import build_from_blueprint, draw_blueprint, load_target
+        from dflash2_ray.runtime.build import agreed, build_from_blueprint, draw_blueprint, load_target
 
         blueprint = self._blueprint = draw_blueprint(config, self._note)
         if rendezvous is None:
@@ -64,6 +64,7 @@ class TargetRank(WorkerActor):
 
         channel = Channel.connect(rendezvous["channel"], rendezvous["timeout_s"])
         channel.set_timeout(None)
+        blueprint = agreed(blueprint, shard)
         target = load_target(blueprint, shard, self._note)
         cache = target.allocate_cache(blueprint.config.num_kv_pages, blueprint.config.page_size)
         self._follow = lambda: follow(target, cache, channel, rendezvous["generation"], blueprint.config.device)

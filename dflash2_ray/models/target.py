@@ -151,12 +151,23 @@ class Target:
             if index == 0:
                 target._check_ends()
             _report(progress, index + 2, steps)
+        target._agree()
         for index, kept in enumerate(target._layers):
             if isinstance(kept, FusedLayer):
                 kept.shard = shard
             elif shard.size > 1:
                 _sum_outputs(kept, plan, shard, index)
         return target
+
+    def _agree(self) -> None:
+        """Every rank must have fused the same layers: fused and untouched ones pad their passes differently. Raises
+        CheckpointError, on every rank."""
+        fused = self.shard.exchange([isinstance(layer, FusedLayer) for layer in self._layers])
+        if any(row != fused[0] for row in fused):
+            raise CheckpointError(
+                f"target {self.facts.name!r}: ranks fused different layers ({[sum(row) for row in fused]} of "
+                f"{len(self._layers)}); expected the same hardware and libraries for all"
+            )
 
     def _load_ends(self, files: TensorFiles, dtype: torch.dtype) -> None:
         """Embedding, final norm and head."""

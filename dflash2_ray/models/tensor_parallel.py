@@ -20,7 +20,10 @@ _REPLICATED = {"replicated_with_grad_allreduce", "replicate"}
 
 
 class Collectives(Protocol):
-    """What a rank needs of the others. Every rank calls the same methods in the same order with the same shapes."""
+    """What a rank needs of the others. Every rank calls the same methods in the same order with the same shapes. `device`:
+    where their tensors lie."""
+
+    device: str
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's x, the same bits on every rank, each element's independent of the tensor's size."""
@@ -42,6 +45,14 @@ class Shard:
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Partial results summed over the ranks."""
         return x if self.collectives is None else self.collectives.sum_over_ranks(x)
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, in order of ranks: for decisions that must be one for all."""
+        if self.collectives is None:
+            return [list(values)]
+        table = torch.zeros(self.size, len(values), dtype=torch.int64, device=self.collectives.device)
+        table[self.rank] = torch.tensor(values, dtype=torch.int64)
+        return [list(map(int, row)) for row in self.total(table).tolist()]
 
     def vocabulary(self, vocab_size: int) -> slice:
         """This rank's token ids; any vocabulary size: the last ranks may hold fewer, or none."""
@@ -131,16 +142,6 @@ def embed(ids: torch.Tensor, table: torch.Tensor, part: slice, shard: Shard) -> 
         return shard.total(table.new_zeros(ids.shape[0], table.shape[1]))
     rows = torch.nn.functional.embedding(local.masked_fill(foreign, 0), table)
     return shard.total(rows.masked_fill_(foreign[:, None], 0))
-
-
-def merged_topk(values: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest over every shard's own candidates: values [T, n] and global ids [T, n] int64 per shard → values and ids
-    [T, k], largest first; the lower id wins a tie. Each shard must have given its own k best by the same rule."""
-    value, index = torch.cat(list(values), dim=-1), torch.cat(list(ids), dim=-1)
-    by_id = index.argsort(dim=-1)
-    value, index = value.gather(-1, by_id), index.gather(-1, by_id)
-    best = value.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return value.gather(-1, best), index.gather(-1, best)
 
 
 def assign(module: Any, values: Mapping[str, torch.Tensor]) -> None:

@@ -5,12 +5,12 @@ The blueprint is what `dflash2-ray check` shows; building follows it to the lett
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts, resolve
 from dflash2_ray.core.draft_port import DraftPort
-from dflash2_ray.errors import CheckpointError
+from dflash2_ray.errors import CheckpointError, ConfigError
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
 from dflash2_ray.models.drafter_checkpoint import validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
@@ -74,6 +74,15 @@ def build_target_loop(config: ServiceConfig, progress: Progress | None = None) -
     return build_from_blueprint(draw_blueprint(config, progress), config, progress)
 
 
+def agreed(blueprint: Blueprint, shard: Shard) -> Blueprint:
+    """The blueprint with what all ranks can hold: the fewest pages of any. A collective; raises ConfigError when the ranks see
+    different checkpoints."""
+    rows = shard.exchange([blueprint.config.num_kv_pages, blueprint.target.weight_bytes, blueprint.target.num_layers])
+    if any(row[1:] != rows[0][1:] for row in rows):
+        raise ConfigError(f"target: ranks see different checkpoints (weight bytes, layers): {[row[1:] for row in rows]}")
+    return replace(blueprint, config=replace(blueprint.config, num_kv_pages=min(row[0] for row in rows)))
+
+
 def load_target(blueprint: Blueprint, shard: Shard | None = None, progress: Progress | None = None) -> Target:
     """One rank's part of the target, with the drafter's taps. Raises CheckpointError."""
     limit_threads()
@@ -97,6 +106,7 @@ def build_from_blueprint(
 ) -> TargetLoop:
     """Load what the blueprint names and wire the loop, on rank 0 of `shard.size` ranks: the serial one, or the pipelined one for
     a separate drafter."""
+    blueprint = agreed(blueprint, shard or Shard())
     engine = blueprint.config
     target = load_target(blueprint, shard, progress)
     projection = None

@@ -47,7 +47,7 @@ class RankGroupLink:
         self, store: distributed.Store, *, rank: int, size: int, host: str, device: str, generation: int, timeout_s: float
     ) -> None:
         """Blocks until every rank of this generation is there. Raises UnitLost."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.device = rank, size, device
         self._store = store
         self._on_gpu = device != "cpu"
         self._timeout = timedelta(seconds=timeout_s)
@@ -58,11 +58,12 @@ class RankGroupLink:
             raise UnitLost(f"target rank {rank}: the group of {size} ranks did not come together: {error}") from None
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        """See the protocol. Two addends commute, so an all-reduce of two ranks is exact. With more, gloo's rings add in an
-        order that depends on where an element lies in the buffer, and so on how many rows share the batch; there the parts
-        are gathered and added in rank order. (NCCL's order is its own: bit-equality over batch shapes is not promised.)"""
+        """See the protocol. On a CPU the parts are gathered and added in rank order: gloo's all-reduce adds in an order that
+        depends on where an element lies in the buffer, and so on how many rows share the batch, and it is slower (568 against
+        367 µs for 2 rows of 576, 1486 against 636 for 64). NCCL's order is its own: bit-equality over batch shapes is not
+        promised there."""
         x = x.contiguous()
-        if self._on_gpu or self.size == 2:
+        if self._on_gpu:
             self._wait(lambda: self._group.allreduce([x]))
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]

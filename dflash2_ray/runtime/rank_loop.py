@@ -27,8 +27,11 @@ class Followers:
 
     @classmethod
     def accept(cls, listener: Listener, count: int, generation: int) -> "Followers":
-        """Wait for `count` followers. Raises OSError when the listener is closed meanwhile."""
-        return cls([listener.accept() for _ in range(count)], generation)
+        """Wait for `count` followers: they have joined the group already, so they are alive and on their way. No other peer
+        knows the listener's token. Raises OSError when the listener is closed meanwhile."""
+        channels = [listener.accept() for _ in range(count)]
+        listener.close()
+        return cls(channels, generation)
 
     def publish(self, batch: InputBatch) -> None:
         """Tell every follower to run this batch. Raises UnitLost."""

@@ -11,6 +11,7 @@ import torch
 
 from dflash2_ray.core.draft_port import Proposal
 from dflash2_ray.core.scheduler import Outcome, Planned
+from dflash2_ray.errors import UnitLost
 from dflash2_ray.models.target import Target
 from dflash2_ray.runtime.input_batch import InputBatch
 from dflash2_ray.runtime.rank_loop import Followers, run_pass
@@ -47,9 +48,14 @@ class TargetRunner:
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> TargetPass:
         """One pass over the batch, on every rank; stores its keys and values. Raises UnitLost when a rank is gone."""
-        if self.followers is not None:
-            self.followers.publish(batch)
-        return TargetPass(*run_pass(self.target, self.cache, batch))
+        if self.followers is None:
+            return TargetPass(*run_pass(self.target, self.cache, batch))
+        self.followers.publish(batch)
+        try:
+            return TargetPass(*run_pass(self.target, self.cache, batch))
+        except Exception as error:  # the others are inside this pass: the next one must never meet it
+            self.followers.close()
+            raise UnitLost(f"target rank 0 failed in a pass of {self.target.shard.size} ranks: {error}") from error
 
     @torch.inference_mode()
     def verify(

@@ -38,7 +38,8 @@ def prompts():
 @pytest.fixture(scope="session")
 def embedded():
     """Builds an `LLM` on the embedded pair in fp32, at full draft width if not told otherwise (what is compared must not follow
-    the load of the machine); engines are kept for the session by their settings."""
+    the load of the machine); engines are kept for the session by their settings. seed=None: unseeded requests follow the
+    standard rule, with noise that is the same in every session."""
     from dflash2_ray import LLM
 
     engines = {}
@@ -46,7 +47,8 @@ def embedded():
     def build(**settings):
         key = json.dumps(settings, sort_keys=True)
         if key not in engines:
-            engines[key] = LLM(dtype="float32", seed=SEED, **{"draft_width": "fixed", **settings})
+            engines[key] = LLM(dtype="float32", **{"seed": SEED, "draft_width": "fixed", **settings})
+            engines[key]._loop._salt = str(SEED)
         return engines[key]
 
     yield build

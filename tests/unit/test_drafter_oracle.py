@@ -441,6 +441,48 @@ def test_dflash1_sampled(tmp_path, vocab):
     assert draft.token_ids[0][3] >= int(best[3, -10])
 
 
+@pytest.mark.parametrize("dflash2", [True, False])
+def test_matching_rows_race_with_the_noise_of_their_candidates(tmp_path, dflash2):
+    """Greedy, matching and sampled requests in one pass: each drafts what it drafts alone; a matching one takes the best
+    score / temperature + Gumbel noise behind the token taken before."""
+    save_drafter(tmp_path, dflash2=dflash2)
+    ours = Ours(tmp_path)
+    anchors, temperatures, matching = [5, 6, 7, 8], [0.7, 0.0, 2.0, 1.0], [True, True, False, True]
+    contexts = [ours.context(features_of(n, seed=n)) for n in (9, 4, 30, 12)]
+    hidden = ours.drafter.block_hidden(anchors, contexts, 4)
+    unary, ids = ours.drafter.candidates(hidden)
+    scores = ours.lattice(anchors, contexts, 4)[0] if dflash2 else unary[:, :, None]
+    greedy = ours.drafter.draft(anchors, contexts, 4, [0.0] * 4)
+    off_greedy = 0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        uniforms = torch.rand(4, 4, generator=generator)
+        table = torch.rand(4, 4, 1000, generator=generator).double().neg().log1p().neg()
+
+        def noise_of(*requests, table=table):
+            return lambda ids: table[list(requests)].gather(-1, ids)
+
+        draft = ours.drafter.draft(anchors, contexts, 4, temperatures, uniforms, matching, noise_of(0, 3))
+        assert draft.token_ids[1] == greedy.token_ids[1]
+        alone = ours.drafter.draft(anchors[2:3], contexts[2:3], 4, [2.0], uniforms[2:3])
+        assert draft.token_ids[2] == alone.token_ids[0]
+        assert torch.equal(draft.candidate_ids[2], alone.candidate_ids[0])
+        for r in (0, 3):
+            alone = ours.drafter.draft(anchors[r : r + 1], contexts[r : r + 1], 4, temperatures[r : r + 1], None, [True], noise_of(r))
+            assert draft.token_ids[r] == alone.token_ids[0]
+            assert alone.candidate_ids is None
+            assert alone.candidate_probs is None
+            before = 0
+            for slot, token in enumerate(draft.token_ids[r]):
+                row = scores[r, slot, before if dflash2 else 0].double()
+                gumbel = -table[r, slot, ids[r, slot]].log()
+                best = int((row / temperatures[r] + gumbel).argmax())
+                assert token == int(ids[r, slot, best])
+                before = best
+                off_greedy += best != int(row.argmax())
+    assert off_greedy > 10
+
+
 # ---- options that the official package does not have, written out -----------------------------------------------------
 
 
