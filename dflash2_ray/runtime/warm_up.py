@@ -10,16 +10,17 @@ Progress = Callable[[str, float, float], None]
 
 
 def warm_up(loop: TargetLoop, progress: Progress | None = None) -> None:
-    """One greedy and one sampled request, alone and together."""
+    """Greedy, sampled and seeded requests, alone and together."""
     length = min(8, loop.config.max_model_len - 2)
     room = min(8, loop.config.max_model_len - length)
     prompt = tuple(index % loop.vocab_size for index in range(length))
-    rounds = ((0.0,), (1.0,), (0.0, 1.0)[: loop.config.max_num_seqs])
-    for done, temperatures in enumerate(rounds):
+    kinds: tuple[tuple[float, int | None], ...] = ((0.0, None), (1.0, None), (1.0, 0))  # temperature, seed
+    rounds = (*((kind,) for kind in kinds), kinds[: loop.config.max_num_seqs])
+    for done, together in enumerate(rounds):
         if progress:
             progress("warm up", done, len(rounds))
-        for index, temperature in enumerate(temperatures):
-            params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True, seed=0)
+        for index, (temperature, seed) in enumerate(together):
+            params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True, seed=seed)
             loop.add(RequestSpec(f"warm-up-{done}-{index}", prompt, params))
         while loop.has_work:
             loop.step()
