@@ -81,7 +81,7 @@ class ServiceConfig(BaseModel):
     max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
     num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
     num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
-    seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id.")
+    seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
 
     @model_validator(mode="before")
     @classmethod

@@ -22,16 +22,17 @@ _NUM_TIMES = 4  # the first one of a size may compile something; `StepTimes` tak
 
 
 def warm_up(loop: TargetLoop, progress: Progress | None = None) -> None:
-    """One greedy and one sampled request, alone and together; then the measurement."""
+    """Greedy, sampled and seeded requests, alone and together; then the measurement."""
     length = min(8, loop.config.max_model_len - 2)
     room = min(8, loop.config.max_model_len - length)
-    rounds = ((0.0,), (1.0,), (0.0, 1.0)[: loop.config.max_num_seqs])
+    kinds: tuple[tuple[float, int | None], ...] = ((0.0, None), (1.0, None), (1.0, 0))  # temperature, seed
+    rounds = (*((kind,) for kind in kinds), kinds[: loop.config.max_num_seqs])
     loop.control.force(loop.control.max_width)
-    for done, temperatures in enumerate(rounds):
+    for done, together in enumerate(rounds):
         if progress:
             progress("warm up", done, len(rounds))
-        for index, temperature in enumerate(temperatures):
-            params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True, seed=0)
+        for index, (temperature, seed) in enumerate(together):
+            params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True, seed=seed)
             loop.add(RequestSpec(f"warm-up-{done}-{index}", _prompt(loop, length, index), params))
         while loop.has_work:
             loop.step()

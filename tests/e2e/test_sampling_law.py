@@ -112,16 +112,16 @@ OPTIONS = [
 @pytest.mark.parametrize("seeded", [False, True], ids=["standard", "matching"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_joint_law_of_three_tokens(engine, tiny_pair, options, seeded):
-    indices, accepted = draw(engine._loop, options, 3, DRAWS, seeded=seeded)
+    draws = DRAWS // 3 if seeded else DRAWS  # more of the matching rule's law is in tests/unit/test_matching.py
+    indices, accepted = draw(engine._loop, options, 3, draws, seeded=seeded)
     statistic, cut = chi_square(indices, exact_law(tiny_pair.hf_target, options, 3))
-    assert accepted > DRAWS / 4
+    assert accepted > draws / 4
     assert statistic < cut
 
 
-@pytest.mark.parametrize("seeded", [False, True], ids=["standard", "matching"])
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-def test_plain_decoding_has_the_same_law(engine, tiny_pair, options, seeded):
-    indices, accepted = draw(engine._loop, {**options, "num_speculative_tokens": 0}, 3, DRAWS, seeded=seeded)
+def test_plain_decoding_has_the_same_law(engine, tiny_pair, options):
+    indices, accepted = draw(engine._loop, {**options, "num_speculative_tokens": 0}, 3, DRAWS)
     statistic, cut = chi_square(indices, exact_law(tiny_pair.hf_target, options, 3))
     assert accepted == 0
     assert statistic < cut
@@ -216,7 +216,7 @@ def _run(loop, specs):
 SEEDED = [{"temperature": 0.9}, {"temperature": 1.3, "top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def specs(prompts):
     """Builds 12 seeded requests of one width (None: the engine's)."""
 
@@ -233,7 +233,7 @@ def specs(prompts):
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(embedded, specs):
     """The texts of `specs` without speculation, one request after the other."""
     tokens, accepted = _run(embedded(max_num_seqs=1)._loop, specs(0))
