@@ -33,6 +33,7 @@ def unit(service):
     from dflash2_ray.app import app
     from dflash2_ray.config import ServiceConfig
 
+    before = free_cpus()
     serve.run(app(ServiceConfig(**SETTINGS)), name="survival", route_prefix="/survival")
     client = Client("survival")
 
@@ -52,6 +53,20 @@ def unit(service):
 
     yield SimpleNamespace(client=client, wait_for=wait_for, describe=describe)
     serve.delete("survival")
+    all_free(before)
+
+
+def free_cpus():
+    import ray
+
+    return ray.available_resources()["CPU"]
+
+
+def all_free(before, patience_s=30):
+    """Every bundle and actor is given back within the stated time."""
+    deadline = time.monotonic() + patience_s
+    while free_cpus() < before - 1e-6:
+        assert time.monotonic() < deadline, f"{before - free_cpus()} CPUs are still taken"
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +193,17 @@ def test_a_hung_rank_is_replaced(unit, expected):
     after = unit.wait_for(whole)
     assert after["generation"] > before["generation"]
     assert not _alive(pids(before)["target rank 1"])
+
+
+def test_a_unit_that_cannot_start_leaves_nothing(service, tmp_path):
+    from ray import serve
+
+    from dflash2_ray.app import app
+    from dflash2_ray.config import ServiceConfig
+
+    before = free_cpus()
+    settings = {**SETTINGS, "target": str(tmp_path), "drafter": "none"}
+    with pytest.raises(RuntimeError):
+        serve.run(app(ServiceConfig(**settings)), name="broken", route_prefix="/broken")
+    serve.delete("broken")
+    all_free(before)
