@@ -19,6 +19,7 @@ from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
 CONCURRENCY = 16
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": CONCURRENCY, "seed": 7, "tensor_parallel_size": 2, "drafter_placement": "separate",
