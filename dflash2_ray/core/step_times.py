@@ -5,11 +5,10 @@
 θ is kept per bucket of rows (widths about an eighth of the size), linear between them; η is what a request costs besides
 its rows (its page table, its read of the keys). Drift follows what slows every size alike (neighbours on the machine, longer
 contexts), so that sizes not seen lately stay comparable with those seen now. The machine is noisy: the first three
-times of a size count by their median, later ones are clipped to a band before they are averaged.
+times of a size count by the shortest, later ones are clipped to a band before they are averaged.
 It must not know what a pass computes, nor read a clock.
 """
 
-import statistics
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
@@ -65,8 +64,7 @@ class StepTimes:
         cell.num_times += 1
         if cell.num_times <= _NUM_FIRST:
             cell.first.append(seconds / self.drift)
-            # of two the smaller: the first pass of a size may have compiled something
-            cell.seconds = min(cell.first) if len(cell.first) < _NUM_FIRST else statistics.median(cell.first)
+            cell.seconds = min(cell.first)  # a first pass may have compiled something, and noise only ever adds
             return
         cell.first = []
         level = cell.seconds * self.drift

@@ -54,8 +54,8 @@ def race(probs: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) ->
     rows_at_once = max(1, (1 << 23) // probs.shape[1])
     for start in range(0, probs.shape[0], rows_at_once):
         part = slice(start, start + rows_at_once)
-        low, high = _signed(a[part], probs.device)[:, None], _signed(b[part], probs.device)[:, None]
-        won += (probs[part].double() / _exponentials_torch(low, high, ids)).argmax(-1).tolist()
+        own_a, own_b = (_signed(key[part], probs.device)[:, None] for key in (a, b))
+        won += (probs[part].double() / _exponentials_torch(own_a, own_b, ids)).argmax(-1).tolist()
     return won
 
 
