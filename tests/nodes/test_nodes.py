@@ -21,7 +21,7 @@ def cluster():
         initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     )
     nodes = {
-        name: cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, labels={"role": role})
+        name: cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20, labels={"role": role})
         for name, role in (("targets", "target"), ("drafters", "draft"), ("spare", "target"))
     }
     cluster.wait_for_nodes()
