@@ -60,9 +60,12 @@ def _turn(loop, prompts):
 def main():
     turns = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    process = spawn.Process(target=_drafter, args=(theirs,), daemon=True)
-    process.start()
+    drafters = []
+    for _ in range(2):  # a drafter serves one target at a time; the one that is not in use waits
+        mine, theirs = spawn.Pipe()
+        process = spawn.Process(target=_drafter, args=(theirs,), daemon=True)
+        process.start()
+        drafters.append((process, mine))
     os.sched_setaffinity(0, {0})
     import torch
 
@@ -74,22 +77,20 @@ def main():
     engine.close()
     loops = {"colocated": _loop("colocated", "serial"), "separate, serial": _loop("separate", "serial"),
              "separate, asked ahead": _loop("separate", "auto")}
-    address = mine.recv()
+    for (_, mine), name in zip(drafters, list(loops)[1:], strict=True):
+        loops[name].draft_port.connect(mine.recv())
     texts, times = {}, {name: [] for name in loops}
     for turn in range(turns + 1):
         for name, loop in loops.items():
-            if name != "colocated":
-                loop.draft_port.connect(address)
             seconds, texts[name] = _turn(loop, prompts)
-            if name != "colocated":
-                loop.draft_port._drop_link()  # the server takes one target at a time
             if turn:
                 times[name].append(seconds)
     assert len({tuple(text) for text in texts.values()}) == 1, "the placements answered differently"
     for name, some in times.items():
         ratio = statistics.median(one / two for one, two in zip(some, times["colocated"], strict=True))
         print(f"{name}: {statistics.median(some) * 1000:.2f} ms per step, {ratio:.3f} of colocated")
-    process.kill()
+    for process, _ in drafters:
+        process.kill()
 
 
 if __name__ == "__main__":
