@@ -183,3 +183,38 @@ def test_health_answers_under_a_burst(idle):
 def test_ready_says_what_is_missing(idle):
     answer = idle.http.get("/ready")
     assert (answer.status_code, answer.json()) == (200, {"status": "ready", "degraded": []})
+
+
+def test_a_killed_ingress_breaks_its_own_connections_only(idle, engine):
+    from pathlib import Path
+
+    from dflash2_ray import Client
+
+    def ingress_pids():
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if path.read_bytes().startswith(b"ray::ServeReplica:default:ingress"):
+                    found.append(int(path.parent.name))
+            except OSError:  # it ended meanwhile
+                continue
+        return found
+
+    (expected,) = engine.generate("Once upon a time", temperature=0, max_tokens=600, ignore_eos=True)
+    before = ingress_pids()
+    assert len(before) == 1
+    other = Client().stream("Once upon a time", temperature=0, max_tokens=600, ignore_eos=True)
+    chunks = [next(other)]
+    stream = Stream(idle)
+    stream.first()
+    os.kill(before[0], signal.SIGKILL)
+    try:
+        rest = [line for line in stream.lines if line]
+    except httpx.HTTPError:  # the connection broke
+        rest = []
+    stream.leave()
+    assert "data: [DONE]" not in rest
+    chunks += list(other)
+    assert chunks[-1].generation.token_ids == expected.token_ids
+    assert chunks[-1].generation.metrics["num_resumes"] == 0
+    idle.wait_for(lambda info: ingress_pids() not in ([], before), patience_s=60)
