@@ -6,7 +6,7 @@ This module reads no file and imports neither torch nor ray.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -93,7 +93,10 @@ class ServiceConfig(BaseModel):
                     hint = f"; did you mean {near[0]!r}?" if near else f". Known keys: {', '.join(sorted(cls.model_fields))}"
                     raise ValueError(f"unknown key {key!r}{hint}")
                 if key in _LABELS and isinstance(data[key], str):
-                    data = {**data, key: _read_labels(key, data[key])}
+                    try:
+                        data = {**data, key: read_labels([pair for pair in data[key].split(",") if pair])}
+                    except ConfigError as error:
+                        raise ValueError(f"{key}: {error}") from None
                 if isinstance(data[key], bool):  # no key is a switch, and pydantic would take True for 1
                     raise ValueError(f"{key}: expected a number or a word, got {data[key]!r}")
         return data
@@ -117,11 +120,14 @@ class ServiceConfig(BaseModel):
 _LABELS = ("target_labels", "drafter_labels")
 
 
-def _read_labels(key: str, text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    if not all(name and sign for name, sign, _ in pairs):
-        raise ValueError(f"{key}: expected key=value,key=value, got {text!r}")
-    return {name: value for name, _, value in pairs}
+def read_labels(pairs: Sequence[str]) -> dict[str, str]:
+    """Node labels from `key=value` words. Raises ConfigError."""
+    labels = {}
+    for key, sign, value in (pair.partition("=") for pair in pairs):
+        if not sign or not key:
+            raise ConfigError(f"labels: expected key=value, got {key!r}")
+        labels[key] = value
+    return labels
 
 
 def _problem(row: Any) -> str:

@@ -7,7 +7,7 @@ drafter has a bundle of its own when it is placed `separate`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflash2_ray.config import ServiceConfig
+from dflash2_ray.config import ServiceConfig, read_labels
 from dflash2_ray.errors import ConfigError
 
 REPLICA_CPUS = 0.1
@@ -100,19 +100,8 @@ def parse_cluster(text: str) -> list[NodeFacts]:
         name = name if sign else f"node{index}"
         if not count.isdecimal() or not name:
             raise ConfigError(f"placement: expected NAME=GPUS or GPUS for every node, separated by commas, got {part!r}")
-        nodes.append(NodeFacts(name, int(count), parse_labels(pairs)))
+        nodes.append(NodeFacts(name, int(count), read_labels(pairs)))
     return nodes
-
-
-def parse_labels(pairs: Sequence[str]) -> dict[str, str]:
-    """`key=value` words. Raises ConfigError."""
-    labels = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign or not key:
-            raise ConfigError(f"labels: expected key=value, got {pair!r}")
-        labels[key] = value
-    return labels
 
 
 def map_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> list[GpuSeat]:

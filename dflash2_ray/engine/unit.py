@@ -6,6 +6,7 @@ It must not know HTTP or text.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -90,7 +91,8 @@ class Unit:
             if self._streams.get(request_id) is queue:
                 del self._streams[request_id]
                 if not finished and not group.lost.done():
-                    group.send({"abort": request_id})
+                    with contextlib.suppress(UnitLost):
+                        group.send({"abort": request_id})
 
     async def _admit(self, spec: dict[str, Any]) -> None:
         if self._stopping:
@@ -160,8 +162,10 @@ class Unit:
         return present
 
     def _send_address(self, address: dict[str, Any]) -> None:
-        if self._serving.is_set():
-            self._group.send({"drafter": address})
+        """Ranks that are lost just now get it when the next generation starts."""
+        with contextlib.suppress(UnitLost):
+            if self._serving.is_set():
+                self._group.send({"drafter": address})
 
     async def _watch_drafter(self) -> None:
         """Hand a hung drafter to its keeper, and its address again to ranks that have lost it or never had it."""
@@ -184,7 +188,7 @@ class Unit:
                 apart_since = None
             elif told != here:
                 told, apart_since = here, clock.time()
-                self._group.send({"drafter": self._keeper.address})
+                self._send_address(self._keeper.address)
             elif apart_since is not None and clock.time() - apart_since > _APART_S:
                 apart_since = None
                 self._keeper.replace("the ranks cannot connect to it")

@@ -41,7 +41,7 @@ def test_bundles(keys, num_gpus, bundles, rank_bundles, drafter_bundle):
 def test_labels_go_to_their_bundles():
     keys = {"drafter_placement": "separate", "target_labels": "role=target,zone=a", "drafter_labels": {"role": "draft"}}
     assert place_unit(config(**keys), 0).labels == ({}, {"role": "target", "zone": "a"}, {"role": "draft"})
-    with pytest.raises(ConfigError, match="target_labels: expected key=value"):
+    with pytest.raises(ConfigError, match="target_labels: labels: expected key=value, got 'role'"):
         config(target_labels="role")
 
 
