@@ -243,10 +243,14 @@ class CheckReport:
 def check_config(config: ServiceConfig, progress: Progress | None = None) -> CheckReport:
     """Resolve and validate without reading a weight. Raises ConfigError or CheckpointError."""
     blueprint = draw_blueprint(config, progress)
-    memory = [("target weights", blueprint.target.weight_bytes)]
+    num_ranks = blueprint.config.tensor_parallel_size
+    each = f", each of {num_ranks} ranks" if num_ranks > 1 else ""
+    memory = [(f"target weights{each}", blueprint.target.weight_bytes // num_ranks)]
+    memory.append((f"key/value pages{each}", blueprint.config.kv_bytes))
     if blueprint.drafter:
-        memory.append(("drafter weights", blueprint.drafter.weight_bytes))
-    memory.append(("key/value pages", blueprint.config.kv_bytes))
+        separate = blueprint.config.drafter_placement == "separate"
+        where = " in a process of its own" if separate else " in rank 0" if num_ranks > 1 else ""
+        memory.append((f"drafter weights{where}", blueprint.drafter.weight_bytes))
     return CheckReport(
         config=blueprint.config,
         target=blueprint.target,

@@ -40,7 +40,9 @@ def check(
         _show("drafter", asdict(report.drafter) | {"folder": report.drafter_folder})
     _show("resolved configuration", report.config.as_dict())
     memory = Table(title="memory plan", title_justify="left", show_header=False)
-    for name, size in (*report.memory, ("total", sum(size for _, size in report.memory))):
+    one_process = report.config.tensor_parallel_size == 1 and report.config.drafter_placement == "colocated"
+    total = [("total", sum(size for _, size in report.memory))] if one_process else []
+    for name, size in (*report.memory, *total):
         memory.add_row(name, f"{size / 2**20:,.1f} MiB")
     console.print(memory)
     for warning in report.warnings:
