@@ -263,7 +263,7 @@ def test_token_for_token_as_colocated(start_drafter, new_port):
     from dflash2_ray.core.sampling_params import SamplingParams
     from dflash2_ray.runtime.build import build_target_loop
 
-    keys = {"dtype": "float32", "max_num_seqs": 4, "seed": 1}
+    keys = {"dtype": "float32", "max_num_seqs": 4, "seed": 1, "draft_width": "fixed"}  # histograms must not follow the load
     process, heir = start_drafter(together=2, embedded=keys)
     loop = build_target_loop(ServiceConfig.from_keys(keys))
     prompts = [tuple((7 * i + j * j) % 200 + 3 for j in range(5 + 9 * i)) for i in range(8)]
