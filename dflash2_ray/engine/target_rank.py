@@ -3,7 +3,6 @@
 Ray is called for its life cycle only; requests and deltas travel over a framed socket, tensors over the ranks' own group.
 """
 
-import logging
 import secrets
 import threading
 from typing import Any
@@ -12,9 +11,6 @@ import ray
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.worker_actor import WorkerActor
-
-logger = logging.getLogger(__name__)
-DRAFTER_CONNECT_S = 5.0
 
 
 class TargetRank(WorkerActor):
@@ -81,15 +77,11 @@ class TargetRank(WorkerActor):
 
     def warm_up(self, drafter_address: dict[str, Any] | None) -> dict[str, Any]:
         """On rank 0, while the others run: a first pass through every part; returns what runs, and where to connect."""
-        from dflash2_ray.runtime.channel import ChannelClosed
-        from dflash2_ray.runtime.loop_server import LoopServer
+        from dflash2_ray.runtime.loop_server import LoopServer, connect_drafter
         from dflash2_ray.runtime.warm_up import warm_up
 
-        if drafter_address is not None and self._loop.draft_port is not None:
-            try:
-                self._loop.draft_port.connect(drafter_address, DRAFTER_CONNECT_S)
-            except (OSError, ChannelClosed, ValueError) as error:  # hung, perhaps: the unit will see to it
-                logger.warning("the ranks start without their drafter: %s: %s", type(error).__name__, error)
+        if drafter_address is not None:
+            connect_drafter(self._loop, drafter_address)
         warm_up(self._loop, self._note)
         host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
         with self._lock:

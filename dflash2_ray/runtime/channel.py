@@ -133,7 +133,7 @@ class Channel:
         """The next message and its buffers. Raises ChannelClosed at the end, ValueError for a frame that is none."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         with_buffers, length = bool(length & _WITH_BUFFERS), length & ~_WITH_BUFFERS
-        body = msgpack.unpackb(self._read(frame_length(_LENGTH.pack(length))), strict_map_key=False)
+        body = msgpack.unpackb(self._read(_checked(length)), strict_map_key=False)
         if not with_buffers:
             return body, []
         if not (isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)):
@@ -222,10 +222,13 @@ def frame_parts(message: Any, buffers: Sequence[memoryview] = ()) -> list[memory
 
 def frame_length(head: bytes) -> int:
     """Bytes that follow. Raises ValueError beyond MAX_FRAME_BYTES."""
-    (length,) = _LENGTH.unpack(head)
+    return _checked(_LENGTH.unpack(head)[0])
+
+
+def _checked(length: int) -> int:
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes; expected at most {MAX_FRAME_BYTES}")
-    return int(length)
+    return length
 
 
 def _unix_server(path: str) -> socket.socket:

@@ -19,6 +19,17 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 5.0  # a drafter that does not answer for so long is not there
 
 
+def connect_drafter(loop: TargetLoop, address: dict[str, Any]) -> None:
+    """Let the loop take up the drafter at `address`. One that does not answer, hung perhaps, is noted only: the loop goes on
+    without it, and its owner sees that it is not connected."""
+    port = loop.draft_port
+    if isinstance(port, RemoteDraftPort):
+        try:
+            port.connect(address, _CONNECT_S)
+        except (OSError, ChannelClosed, ValueError) as error:
+            logger.warning("no connection to the drafter: %s: %s", type(error).__name__, error)
+
+
 class LoopServer:
     """`run()` serves one front (the unit's replica) until that goes away or `stop()` is called.
 
@@ -62,7 +73,7 @@ class LoopServer:
                 if "ping" in message:
                     channel.send({"pulse": self.pulse()})
                 elif "drafter" in message:  # connecting may take a while
-                    threading.Thread(target=self._connect, args=(message["drafter"],), daemon=True).start()
+                    threading.Thread(target=connect_drafter, args=(self.loop, message["drafter"]), daemon=True).start()
                 else:
                     self._inbox.put(message)
         except (ChannelClosed, ValueError):
@@ -83,14 +94,6 @@ class LoopServer:
         if not isinstance(port, RemoteDraftPort):
             return None
         return {"connected": port.connected, "suspect": port.suspect, "connection": port.generation}
-
-    def _connect(self, address: dict[str, Any]) -> None:
-        port = self.loop.draft_port
-        if isinstance(port, RemoteDraftPort):
-            try:
-                port.connect(address, _CONNECT_S)
-            except (OSError, ChannelClosed, ValueError) as error:  # its owner sees that it is not connected, and replaces it
-                logger.warning("no connection to the drafter: %s", error)
 
     def _serve(self, channel: Channel) -> str:
         while True:
