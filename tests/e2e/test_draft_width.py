@@ -88,6 +88,12 @@ def run(loop, specs, each_step=None):
     return tokens, stats
 
 
+def wide_at_first(loop, num_steps=8):
+    """The first steps draft in full width whatever was measured, so that a slow machine does not decide what is tested."""
+    steps = itertools.count()
+    return lambda: loop.control.force(loop.config.num_speculative_tokens if next(steps) < num_steps else None)
+
+
 @pytest.fixture(scope="module")
 def specs(prompts):
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -103,7 +109,7 @@ def plain(embedded, specs):
 @pytest.mark.parametrize("concurrency", [1, 3, 16])
 def test_chosen_widths(embedded, specs, plain, concurrency):
     loop = embedded(max_num_seqs=concurrency, draft_width="auto")._loop
-    tokens, stats = run(loop, specs)
+    tokens, stats = run(loop, specs, wide_at_first(loop))
     assert tokens == plain
     assert sum(one["num_accepted_draft_tokens"] for one in stats.values()) > 0
     assert loop.control.verify_times.measured
@@ -128,9 +134,10 @@ def test_split_with_a_drafter_in_another_thread(embedded, specs, plain, pipeline
     port = ThreadedDraftPort(DrafterRunner(base.draft_port.runner.drafter, max_num_requests=16))
     config = replace(base.config, pipeline=pipeline, drafter_placement="separate")
     loop = PipelinedLoop(config, base.runner, port, vocab_size=base.vocab_size)
-    tokens, stats = run(loop, specs)
+    adapts = "draft_width" in settings
+    tokens, stats = run(loop, specs, wide_at_first(loop) if adapts else None)
     assert tokens == plain
-    assert all(one["num_accepted_draft_tokens"] > 0 for one in stats.values())
+    assert (any if adapts else all)(one["num_accepted_draft_tokens"] > 0 for one in stats.values())
     assert loop.pool.num_free == loop.pool.num_pages
     port.settle()
     counters = {name for name, count in port.counters().items() if count}

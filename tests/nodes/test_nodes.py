@@ -7,7 +7,9 @@ import time
 import pytest
 
 PROMPTS = ["Once upon a time", "def add(a, b):\n", "import os", "1 2 3 4 5"]
-COMMON = {"dtype": "float32", "max_num_seqs": 4, "seed": 7, "num_kv_pages": 300, "drafter_placement": "separate"}
+COMMON = {
+    "dtype": "float32", "max_num_seqs": 4, "seed": 7, "num_kv_pages": 300, "drafter_placement": "separate", "draft_width": "fixed",
+}
 NUM_TOKENS = 48
 
 

@@ -14,7 +14,7 @@ import pytest
 
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": 8, "seed": 7, "tensor_parallel_size": 2, "drafter_placement": "separate",
-    "draft_deadline_ms": 4000, "step_timeout_s": 20, "num_kv_pages": 400,
+    "draft_width": "fixed", "draft_deadline_ms": 4000, "step_timeout_s": 20, "num_kv_pages": 400,
 }
 PROMPTS = [
     "Once upon a time", "def add(a, b):\n", "import os", "The capital of France", "1 2 3 4 5", "SELECT * FROM", "A recipe for",
