@@ -17,7 +17,8 @@ from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, Target
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
-from dflash2_ray.errors import ConfigError, InvalidRequest, StepFailed
+from dflash2_ray.core.wire import unpack_error
+from dflash2_ray.errors import ConfigError, InvalidRequest
 from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
 from dflash2_ray.runtime.warm_up import measure
 from dflash2_ray.text.assembly import TextAssembler
@@ -59,7 +60,7 @@ class LLM:
         **sampling: Any,
     ) -> list[Generation]:
         """Complete one or more prompts (texts or token ids), results in order; all submitted at once, or at most
-        `max_in_flight` of them.
+        `max_in_flight` of them. With n > 1, the choices of a prompt lie side by side.
 
         Sampling keywords have the names of the HTTP fields. Raises InvalidRequest before anything runs.
         """
@@ -94,6 +95,8 @@ class LLM:
                     chunk = self._push(assembler, delta)
                     finished = chunk.finish_reason is not None
                     yield chunk
+                    if finished:  # at a stop string, perhaps, with more deltas behind it
+                        break
         finally:
             self._forget(request_id)
 
@@ -102,16 +105,17 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_in_flight: int | None = None
     ) -> list[Generation]:
-        for ids in prompts:  # a bad one is told before any of the others runs
-            self._loop.check(RequestSpec("", tuple(ids), params))
-        waiting = deque(enumerate(prompts))
+        choices = [(ids, choice) for ids in prompts for choice in params.choices()]
+        for ids, choice in choices:  # a bad one is told before any of the others runs
+            self._loop.check(RequestSpec("", tuple(ids), choice))
+        waiting = deque(enumerate(choices))
         running: dict[str, tuple[int, TextAssembler]] = {}
         results: dict[int, Generation] = {}
         try:
             while waiting or running:
-                while waiting and self._loop.scheduler.has_room() and len(running) < (max_in_flight or len(prompts)):
-                    index, ids = waiting.popleft()
-                    request_id, assembler = self._submit(ids, params)
+                while waiting and self._loop.scheduler.has_room() and len(running) < (max_in_flight or len(choices)):
+                    index, (ids, choice) = waiting.popleft()
+                    request_id, assembler = self._submit(ids, choice)
                     running[request_id] = (index, assembler)
                 self._drive()
                 for request_id in list(running):
@@ -122,17 +126,18 @@ class LLM:
                             results[index] = chunk.generation
                             del running[request_id]
                             self._forget(request_id)
+                            break
         finally:
             for request_id in running:
                 self._forget(request_id)
-        return [results[index] for index in range(len(prompts))]
+        return [results[index] for index in range(len(choices))]
 
     def _submit(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, TextAssembler]:
         request_id = f"llm-{uuid.uuid4().hex}"
         with self._lock:
             self._loop.add(RequestSpec(request_id, tuple(ids), params))
             self._inbox[request_id] = deque()
-        return request_id, TextAssembler(self.tokenizer, request_id, len(ids), started=time.perf_counter())
+        return request_id, TextAssembler(self.tokenizer, request_id, len(ids), time.perf_counter(), params)
 
     def _drive(self) -> None:
         """One step; its deltas go to whoever waits for them."""
@@ -161,7 +166,7 @@ class LLM:
     @staticmethod
     def _push(assembler: TextAssembler, delta: RequestDelta) -> GenerationChunk:
         if delta.finish_reason == "error":
-            raise StepFailed(delta.error or "the step failed")
+            raise unpack_error(delta.error or {"kind": "StepFailed", "message": "the step failed"})
         return assembler.push(delta)
 
     # ---- prompts ------------------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ def check_spec(spec: RequestSpec, *, vocab_size: int, max_model_len: int) -> Non
         ("prompt", prompt),
         ("prompt", spec.output_token_ids),
         ("stop_token_ids", spec.params.stop_token_ids),
+        ("allowed_token_ids", spec.params.allowed_token_ids or ()),
+        ("logit_bias", [token_id for token_id, _ in spec.params.logit_bias]),
+        ("bad_words", [token_id for word in spec.params.bad_words_token_ids for token_id in word]),
     ):
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
@@ -23,6 +26,8 @@ def check_spec(spec: RequestSpec, *, vocab_size: int, max_model_len: int) -> Non
         raise ContextLengthExceeded(
             f"the prompt has {len(prompt)} tokens; the context of {max_model_len} leaves no room for a completion token"
         )
+    if spec.params.n != 1:
+        raise InvalidRequest(f"n: one request is one choice; expected 1, got {spec.params.n}", param="n")
     asked = spec.params.max_tokens
     if asked is not None and len(prompt) + asked > max_model_len:
         raise ContextLengthExceeded(

@@ -28,8 +28,9 @@ class Usage:
 class Generation:
     """One finished generation.
 
-    finish_reason: `stop` or `length`. stop_reason: the stop token id that ended it, None for end-of-text and limits.
-    logprobs: None (not offered yet). metrics: the `metrics` object of an HTTP response, so
+    finish_reason: `stop` or `length`. stop_reason: the stop string or stop token id that ended it, None for end-of-text and limits.
+    logprobs: where asked for, one (log-probability, ((token id, log-probability), …)) per token, of the target's own distribution;
+    prompt_logprobs: the same per prompt token, None for the first. metrics: the `metrics` object of an HTTP response, so
     `metrics["speculative_decoding"]["acceptance_histogram"]`, and times in seconds under `metrics["timing"]`.
     """
 
@@ -37,9 +38,10 @@ class Generation:
     text: str
     token_ids: list[int]
     finish_reason: str
-    stop_reason: int | None
+    stop_reason: int | str | None
     usage: Usage
-    logprobs: Any = None
+    logprobs: list[Any] | None = None
+    prompt_logprobs: list[Any] | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
 

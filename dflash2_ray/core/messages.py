@@ -26,7 +26,8 @@ class SpeculationStats:
 
     `histogram[i]`: verify steps that committed `i + 1` tokens (so the step's last token counts as the bonus, and a step
     cut by a stop or a limit counts what it delivered). Tokens of all steps + 1 (prefill) = completion tokens, as long as
-    every step was a verify step; `num_plain_steps` counts the others.
+    every step was a verify step; `num_plain_steps` counts the others, `skipped_steps` the same by reason.
+    `skipped_reason`: why this request does not speculate (any more).
     """
 
     num_speculative_tokens: int
@@ -35,6 +36,7 @@ class SpeculationStats:
     num_plain_steps: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     skipped_reason: str | None = None
+    skipped_steps: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.histogram:
@@ -42,10 +44,13 @@ class SpeculationStats:
         if not self.accepted_per_position:
             self.accepted_per_position = [0] * self.num_speculative_tokens
 
-    def record(self, num_drafts: int, num_committed: int) -> None:
-        """Count one verify step of `num_drafts` drafts that delivered `num_committed` tokens (1 … num_drafts + 1)."""
+    def record(self, num_drafts: int, num_committed: int, reason: str | None = None) -> None:
+        """Count one step of `num_drafts` drafts that delivered `num_committed` tokens (1 … num_drafts + 1); `reason`: why there
+        were none."""
         if num_drafts == 0:
             self.num_plain_steps += 1
+            if reason is not None:
+                self.skipped_steps[reason] = self.skipped_steps.get(reason, 0) + 1
             return
         self.num_draft_tokens += num_drafts
         self.histogram[num_committed - 1] += 1
@@ -66,6 +71,7 @@ class SpeculationStats:
         return {
             "enabled": self.skipped_reason is None,
             "skipped_reason": self.skipped_reason,
+            "skipped_steps": dict(self.skipped_steps),
             "num_spec_tokens": self.num_speculative_tokens,
             "num_spec_steps": steps,
             "num_draft_tokens": self.num_draft_tokens,
@@ -79,18 +85,33 @@ class SpeculationStats:
         }
 
 
+Alternatives = tuple[tuple[int, float], ...]
+TokenLogprobs = tuple[float, Alternatives]
+"""Log-probability of a token, and (token id, log-probability) of the most likely ones, best first (lower id first among equals)."""
+
+StepCount = tuple[int, int, str | None]
+"""One decode step: (drafts verified, tokens delivered, why there were no drafts)."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What one step brought to one request: its new tokens, and how it ended if it did.
+    """What one step (or several, merged) brought to one request: its new tokens, and how it ended if it did.
 
-    `finish_reason`: None while running, `stop` or `length` at the end, `error` when the engine failed on it.
-    `stop_reason`: the stop token id that ended it, None for end-of-text and limits. `stats` comes with the last delta;
-    `cached_tokens` is the number of prompt tokens whose KV came from the prefix cache.
+    finish_reason: None while running, `stop` or `length` at the end, `error` when the engine failed on it (`error`: the packed
+    error). stop_reason: the stop token id that ended it, None for end-of-text and limits. steps: one entry per decode step; the
+    step that ended the prefill has none. logprobs: one entry per token where asked for. prompt_logprobs: one per prompt token
+    (None for the first), with the first delta, where asked for. num_speculative_tokens: draft slots that the engine is
+    configured for. skipped_reason: why this request does not speculate (any more). stats: with the last delta.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     stop_reason: int | None = None
+    steps: tuple[StepCount, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_speculative_tokens: int = 0
+    skipped_reason: str | None = None
+    error: dict[str, Any] | None = None
     stats: dict[str, Any] | None = None
-    error: str | None = None

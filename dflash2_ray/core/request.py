@@ -6,7 +6,7 @@ The request carries counters, not derived copies. It must not know pages, tensor
 import enum
 from dataclasses import dataclass, field
 
-from dflash2_ray.core.messages import RequestSpec, SpeculationStats
+from dflash2_ray.core.messages import RequestSpec, SpeculationStats, TokenLogprobs
 from dflash2_ray.core.sampling_params import SamplingParams
 
 
@@ -23,7 +23,8 @@ class Request:
     """`token_ids`: prompt and committed output. `num_computed`: positions 0 … num_computed - 1 have their target KV.
 
     After a step that sampled, `num_computed == len(token_ids) - 1`: the newest token is the anchor, whose KV comes with
-    the next step. `epoch` rises with every preemption, so that anything older can be told apart.
+    the next step. `epoch` rises with every preemption, so that anything older can be told apart. `prompt_logprobs`: those of the
+    prompt's tokens so far (None for the first one), until they are told; None where not asked for.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Request:
     num_preemptions: int = 0
     state: RequestState = RequestState.WAITING
     draftable: bool = field(default=True)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @classmethod
     def create(
@@ -80,6 +82,7 @@ class Request:
             stats=stats,
             num_resumed_tokens=len(spec.output_token_ids),
             draftable=width > 0,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
     @property
@@ -90,6 +93,21 @@ class Request:
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_tokens - self.num_output_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Tokens that end the output."""
+        return self.stop_token_ids | self.eos_token_ids
+
+    def wanted_prompt_positions(self, start: int, num_tokens: int) -> range:
+        """Positions among `start … start + num_tokens - 1` whose row tells the log-probability of a prompt token not told yet."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(start + num_tokens, self.num_prompt_tokens - 1))
 
     @property
     def draft_width(self) -> int:

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dflash2_ray.core.messages import RequestDelta
+from dflash2_ray.core.messages import RequestDelta, StepCount, TokenLogprobs
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.request import Request, RequestState
-from dflash2_ray.errors import Overloaded
+from dflash2_ray.core.wire import pack_error
+from dflash2_ray.errors import InvalidRequest, Overloaded, StepFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,13 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What verification found for one planned request: the drafts that were verified, how many were accepted, and the
-    token that the target adds behind them. None in place of an outcome means that the row did not sample."""
+    token that the target adds behind them (None: the options exclude every token there). `logprobs`: one entry per accepted
+    draft and one for the next token, where asked for. None in place of an outcome means that the row did not sample."""
 
     drafts: Sequence[int]
     num_accepted: int
-    next_token: int
+    next_token: int | None
+    logprobs: Sequence[TokenLogprobs] | None = None
 
 
 class Scheduler:
@@ -187,8 +190,14 @@ class Scheduler:
         self.running.append(request)
         return Planned(request, request.epoch, 0, num_tokens, 0, num_tokens == len(request.token_ids))
 
-    def commit(self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None]) -> list[RequestDelta]:
-        """Apply one finished step. Results for requests that were aborted or preempted meanwhile are dropped."""
+    def commit(
+        self,
+        planned: Sequence[Planned],
+        outcomes: Sequence[Outcome | None],
+        reason: Callable[[Planned], str | None] = lambda part: None,
+    ) -> list[RequestDelta]:
+        """Apply one finished step. Results for requests that were aborted or preempted meanwhile are dropped. `reason`: why a
+        part had no drafts."""
         deltas = []
         for part, outcome in zip(planned, outcomes, strict=True):
             request = part.request
@@ -197,31 +206,50 @@ class Scheduler:
             if outcome is None:
                 request.num_computed = part.start + part.num_tokens
                 continue
-            first = request.num_output_tokens == 0
-            committed = [*outcome.drafts[: outcome.num_accepted], outcome.next_token]
-            kept, finish_reason, stop_reason = request.take(committed)
-            request.num_computed = len(request.token_ids) - 1
-            if not first:
-                request.stats.record(len(outcome.drafts), len(kept))
-            deltas.append(
-                RequestDelta(
-                    request.request_id,
-                    tuple(kept),
-                    finish_reason,
-                    stop_reason,
-                    request.stats.as_dict() if finish_reason else None,
-                )
-            )
-            if finish_reason:
+            deltas.append(self._commit(part, outcome, reason))
+            if deltas[-1].finish_reason:
                 self._finish(request)
         return deltas
+
+    def _commit(self, part: Planned, outcome: Outcome, reason: Callable[[Planned], str | None]) -> RequestDelta:
+        request = part.request
+        first = request.num_output_tokens == 0
+        committed = list(outcome.drafts[: outcome.num_accepted])
+        if outcome.next_token is not None:
+            committed.append(outcome.next_token)
+        kept, finish_reason, stop_reason = request.take(committed)
+        request.num_computed = len(request.token_ids) - 1
+        steps: tuple[StepCount, ...] = ()
+        if not first and kept:
+            steps = ((len(outcome.drafts), len(kept), None if outcome.drafts else reason(part)),)
+            request.stats.record(*steps[0])
+        error = None
+        if outcome.next_token is None and finish_reason is None:
+            finish_reason = "error"
+            error = pack_error(InvalidRequest(
+                f"the options exclude every token at output position {request.num_output_tokens}", param=request.params.excluding_option
+            ))
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        return RequestDelta(
+            request.request_id,
+            tuple(kept),
+            finish_reason,
+            stop_reason,
+            steps=steps,
+            logprobs=None if outcome.logprobs is None else tuple(outcome.logprobs[: len(kept)]),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            num_speculative_tokens=request.stats.num_speculative_tokens,
+            skipped_reason=request.stats.skipped_reason,
+            error=error,
+            stats=request.stats.as_dict() if finish_reason else None,
+        )
 
     def fail(self, planned: Sequence[Planned], error: str) -> list[RequestDelta]:
         """End every request of a step that raised; the others go on."""
         deltas = []
         for part in planned:
             if part.request.state is RequestState.RUNNING:
-                deltas.append(RequestDelta(part.request.request_id, (), "error", error=error))
+                deltas.append(RequestDelta(part.request.request_id, (), "error", error=pack_error(StepFailed(error))))
                 self._finish(part.request)
         return deltas
 

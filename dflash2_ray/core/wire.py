@@ -18,6 +18,7 @@ from dflash2_ray.errors import (
     UnknownModel,
 )
 
+_OPTIONAL = ("finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "skipped_reason", "error")
 _KINDS: dict[str, type[DFlash2Error]] = {
     kind.__name__: kind
     for kind in (ContextLengthExceeded, UnknownModel, InvalidRequest, RequestError, Overloaded, StepFailed, UnitLost, Stopping)
@@ -45,20 +46,36 @@ def unpack_spec(values: dict[str, Any]) -> RequestSpec:
 
 
 def pack_delta(delta: RequestDelta) -> dict[str, Any]:
-    """Plain values of a delta."""
-    return {
+    """Plain values of a delta, without its stats (the receiver counts `steps`) and without what is not set."""
+    values: dict[str, Any] = {
         "request_id": delta.request_id,
         "token_ids": list(delta.token_ids),
-        "finish_reason": delta.finish_reason,
-        "stop_reason": delta.stop_reason,
-        "stats": delta.stats,
-        "error": delta.error,
+        "steps": list(delta.steps),
+        "num_speculative_tokens": delta.num_speculative_tokens,
     }
+    for name in _OPTIONAL:
+        value = getattr(delta, name)
+        if value is not None:
+            values[name] = value
+    return values
 
 
 def unpack_delta(values: dict[str, Any]) -> RequestDelta:
     """The delta again."""
-    return RequestDelta(**{**values, "token_ids": tuple(values["token_ids"])})
+    values = {**values, "token_ids": tuple(values["token_ids"]), "steps": tuple(tuple(step) for step in values["steps"])}
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in values:
+            values[name] = tuple(None if one is None else (one[0], tuple((i, p) for i, p in one[1])) for one in values[name])
+    return RequestDelta(**values)
+
+
+def merge_deltas(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two packed deltas of one request as one."""
+    merged = {**first, **second}
+    for name in ("token_ids", "steps", "logprobs"):
+        if name in merged:
+            merged[name] = [*first.get(name, ()), *second.get(name, ())]
+    return merged
 
 
 def pack_error(error: DFlash2Error) -> dict[str, Any]:

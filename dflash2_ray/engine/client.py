@@ -22,7 +22,7 @@ from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.engine.resume import ResumableRequest
 from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 from dflash2_ray.text.assembly import TextAssembler
-from dflash2_ray.text.text_side import Messages, TextSide
+from dflash2_ray.text.text_side import Messages, TextSide, each_choice
 
 UNIT_DEPLOYMENT = "unit"
 _RAY_ERRORS = (ray.exceptions.RayError, RayServeException, BackPressureError)
@@ -106,11 +106,13 @@ class Client:
         **sampling: Any,
     ) -> list[Generation]:
         """Like `generate`, awaited."""
-        async def one(text: Any, chat: Any, ids: Any) -> Generation:
-            stream = self.astream(text, messages=chat, prompt_token_ids=ids, **sampling)
+        async def one(text: Any, chat: Any, ids: Any, options: dict[str, Any]) -> Generation:
+            stream = self.astream(text, messages=chat, prompt_token_ids=ids, **options)
             return _last([chunk async for chunk in stream])
 
-        return list(await asyncio.gather(*(one(*part) for part in _each(prompt, messages, prompt_token_ids))))
+        parts = _each(prompt, messages, prompt_token_ids)
+        choices = each_choice(sampling)
+        return list(await asyncio.gather(*(one(*part, options) for part in parts for options in choices)))
 
     async def astream(
         self,
@@ -133,7 +135,7 @@ class Client:
             except (UnitLost, Stopping, Overloaded, TimeoutError, *_RAY_ERRORS) as error:
                 await asyncio.sleep(request.lost(_translated(error)))
             finally:
-                if not request.finished:
+                if not request.ended:
                     response.cancel()
 
     def _prepare(
@@ -148,7 +150,7 @@ class Client:
         ids = self._text.prompt_ids(prompt, token_ids, messages)
         params = self._text.params(sampling)
         request_id = request_id or f"client-{uuid.uuid4().hex}"
-        assembler = TextAssembler(self._text.tokenizer, request_id, len(ids), started=time.perf_counter())
+        assembler = TextAssembler(self._text.tokenizer, request_id, len(ids), time.perf_counter(), params)
         return ResumableRequest(RequestSpec(request_id, tuple(ids), params), assembler, self._resume_timeout_s)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dflash2_ray.core.generation import GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.wire import pack_spec, unpack_delta, unpack_error
-from dflash2_ray.errors import DFlash2Error, Overloaded, StepFailed, Stopping, UnitLost
+from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 from dflash2_ray.text.assembly import TextAssembler
 
 _PAUSE_S = 0.2  # between attempts, when a unit refuses at once
@@ -31,7 +31,8 @@ class ResumableRequest:
         self._lost_at: float | None = None
         self._num_losses = 0
         self._loss: DFlash2Error | None = None
-        self.finished = False
+        self.finished = False  # the client has its whole text
+        self.ended = False  # the engine has nothing more of it
 
     def attempt(self) -> dict[str, Any]:
         """The request to send: prompt and the tokens that the client already has, as plain values."""
@@ -44,10 +45,13 @@ class ResumableRequest:
         if "refused" in item:
             raise unpack_error(item["refused"])
         delta = unpack_delta(item)
+        self.ended = delta.finish_reason is not None
         if delta.finish_reason == "error":
-            raise StepFailed(delta.error or "the step failed")
+            raise unpack_error(delta.error or {"kind": "StepFailed", "message": "the step failed"})
         self._lost_at = None
         self._spec = replace(self._spec, output_token_ids=(*self._spec.output_token_ids, *delta.token_ids))
+        if delta.prompt_logprobs is not None:  # told once
+            self._spec = replace(self._spec, params=replace(self._spec.params, prompt_logprobs=None))
         chunk = self._assembler.push(delta)
         self.finished = chunk.finish_reason is not None
         if chunk.generation is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
-from dflash2_ray.core.wire import pack_error, unpack_spec
+from dflash2_ray.core.wire import merge_deltas, pack_error, unpack_spec
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
@@ -249,4 +249,4 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Two items as one. A loss drops what came before it: the client asks again for all that it has not got."""
     if "refused" in first or "refused" in second:
         return second
-    return {**second, "token_ids": [*first["token_ids"], *second["token_ids"]]}
+    return merge_deltas(first, second)

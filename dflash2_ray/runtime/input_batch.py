@@ -18,8 +18,9 @@ from dflash2_ray.models.attention_batch import AttentionBatch, Span
 class InputBatch:
     """token_ids, positions [T] int64; `row_starts[i]` is the first row of planned request i.
 
-    `logit_rows`: rows whose logits are wanted, in order of the planned requests that sample (their last committed token
-    and their drafts); None when that is every row.
+    `logit_rows`: rows whose logits are wanted: first, in order of the planned requests that sample, their last committed token
+    and their drafts (`num_sampling_rows` in all), then the rows that tell the log-probabilities of prompt tokens, where asked
+    for; None when that is every row in order.
     """
 
     token_ids: torch.Tensor
@@ -28,6 +29,7 @@ class InputBatch:
     row_starts: tuple[int, ...]
     logit_rows: torch.Tensor | None
     num_logit_rows: int
+    num_sampling_rows: int
 
 
 def build_input_batch(
@@ -40,6 +42,7 @@ def build_input_batch(
     spans: list[Span] = []
     row_starts: list[int] = []
     logit_rows: list[int] = []
+    prompt_rows: list[int] = []
     for part in planned:
         request = part.request
         row_start = len(token_ids)
@@ -56,7 +59,11 @@ def build_input_batch(
         spans.append(Span(row_start, num_rows, part.start + num_rows, pages))
         if part.samples:
             logit_rows.extend(range(row_start + part.num_tokens - 1, row_start + num_rows))
-    every_row = len(logit_rows) == len(token_ids)
+        for position in request.wanted_prompt_positions(part.start, part.num_tokens):
+            prompt_rows.append(row_start + position - part.start)
+    num_sampling_rows = len(logit_rows)
+    every_row = num_sampling_rows == len(token_ids)
+    logit_rows += prompt_rows
     return InputBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -64,4 +71,5 @@ def build_input_batch(
         row_starts=tuple(row_starts),
         logit_rows=None if every_row else torch.tensor(logit_rows, dtype=torch.int64, device=device),
         num_logit_rows=len(logit_rows),
+        num_sampling_rows=num_sampling_rows,
     )

@@ -99,4 +99,5 @@ def _unpack(message: Mapping[str, Any], device: str) -> InputBatch:
         row_starts=(),
         logit_rows=None if message["logit_rows"] is None else ids("logit_rows"),
         num_logit_rows=message["num_logit_rows"],
+        num_sampling_rows=0,  # rank 0 alone reads logits
     )

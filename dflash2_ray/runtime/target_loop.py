@@ -87,6 +87,8 @@ class TargetLoop:
     def check(self, spec: RequestSpec) -> None:
         """Refuse what this engine could never run. Raises InvalidRequest or ContextLengthExceeded."""
         check_spec(spec, vocab_size=self.vocab_size, max_model_len=self.config.max_model_len)
+        if spec.params.grammar is not None and not self.runner.shapers.constrains:
+            raise InvalidRequest("this engine has no tokenizer to constrain an output with", param="response_format")
 
     def abort(self, request_id: str) -> None:
         """Forget a request, running or queued; unknown ids are ignored."""
@@ -209,7 +211,7 @@ class TargetLoop:
         except Exception as error:  # whatever it was, it ends these requests and no others
             logger.exception("step %d failed; its %d requests end with an error", self.num_steps, len(planned))
             return self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
-        deltas = self.scheduler.commit(planned, outcomes)
+        deltas = self.scheduler.commit(planned, outcomes, self._why_plain)
         self._commit_context(planned, batch, result)
         self._learn_step(planned, outcomes, self._clock() - started - draft_s, draft_s)
         return deltas
@@ -219,7 +221,19 @@ class TargetLoop:
     ) -> tuple[InputBatch, TargetPass, list[Outcome | None]]:
         batch = build_input_batch(planned, proposals, self.pool, self.config.page_size, self.config.device)
         result = self.runner.forward(batch)
+        self.runner.prompt_logprobs(result, batch, planned)
         return batch, result, self.runner.verify(result, planned, proposals)
+
+    def _why_plain(self, part: Planned) -> str | None:
+        """Why a request decodes plainly in a step of a drafter that it may use."""
+        request = part.request
+        if not request.draftable:
+            return request.stats.skipped_reason
+        if self._opened.get(request.request_id) != request.epoch:
+            return "warmup"  # the drafter does not know its context yet, or not any more
+        if part.width == 0:
+            return "load"
+        return "drafter_timeout" if getattr(self.draft_port, "connected", True) else "drafter_unavailable"
 
     def _commit_context(self, planned: Sequence[Planned], batch: InputBatch, result: TargetPass) -> None:
         """Send the context rows of every committed position to the drafter, and where each request stands now."""
@@ -260,6 +274,8 @@ class TargetLoop:
 
     def _tell_departures(self) -> None:
         departed = self.scheduler.take_departed()
+        for request_id, _ in departed:
+            self.runner.shapers.forget(request_id)
         if self.draft_port is None:
             return
         closes = []

@@ -15,6 +15,8 @@ from dflash2_ray.errors import UnitLost
 from dflash2_ray.models.target import Target
 from dflash2_ray.runtime.input_batch import InputBatch
 from dflash2_ray.runtime.rank_loop import Followers, run_pass
+from dflash2_ray.runtime.shapers import Grammars, Shapers
+from dflash2_ray.sampling.logprobs import token_logprobs
 from dflash2_ray.sampling.rejection import VerifyRows, verify
 
 
@@ -29,7 +31,7 @@ class TargetPass:
 
 class TargetRunner:
     """Rank 0 of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter; `followers` are
-    the other ranks, None for a single one."""
+    the other ranks, None for a single one; `grammars` makes what constrains an output, None where that is not offered."""
 
     def __init__(
         self,
@@ -39,8 +41,10 @@ class TargetRunner:
         num_pages: int,
         page_size: int,
         followers: Followers | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.followers = followers
+        self.shapers = Shapers(grammars)
         self.target = target
         self.projection = projection
         self.cache = target.allocate_cache(num_pages, page_size)
@@ -81,12 +85,34 @@ class TargetRunner:
             matching=[part.request.matching for part in sampling],
         )
         assert result.logits is not None, "a batch with sampling rows has logits"
-        verdict = verify(result.logits, rows)
-        outcomes = iter(
-            Outcome(drafted, accepted, token)
-            for drafted, accepted, token in zip(rows.drafts, verdict.num_accepted, verdict.next_token, strict=True)
-        )
-        return [next(outcomes) if part.samples else None for part in planned]
+        logits = result.logits[: sum(rows.num_drafts) + len(sampling)]
+        shaped, dead = self.shapers.shape(logits, [part.request for part in sampling], rows.drafts)
+        verdict = verify(shaped, rows)
+        outcomes: list[Outcome | None] = []
+        start = 0
+        for part, drafted, accepted, token in zip(sampling, rows.drafts, verdict.num_accepted, verdict.next_token, strict=True):
+            decided = [*drafted[:accepted], token]
+            count = part.request.params.logprobs
+            told = None if count is None else token_logprobs(logits[start : start + accepted + 1], decided, count)
+            outcomes.append(Outcome(drafted, accepted, None if start + accepted in dead else token, told))
+            start += len(drafted) + 1
+        found = iter(outcomes)
+        return [next(found) if part.samples else None for part in planned]
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, result: TargetPass, batch: InputBatch, planned: Sequence[Planned]) -> None:
+        """Note what this pass tells about prompt tokens, for requests that want to know."""
+        start = batch.num_sampling_rows
+        for part in planned:
+            request = part.request
+            positions = request.wanted_prompt_positions(part.start, part.num_tokens)
+            if positions:
+                assert result.logits is not None, "wanted rows have logits"
+                assert request.prompt_logprobs is not None, "positions are wanted only where they are told"
+                tokens = [request.token_ids[position + 1] for position in positions]
+                count = request.params.prompt_logprobs or 0
+                request.prompt_logprobs += token_logprobs(result.logits[start : start + len(tokens)], tokens, count)
+                start += len(tokens)
 
     @torch.inference_mode()
     def context_rows(self, result: TargetPass, rows: Sequence[int]) -> torch.Tensor:

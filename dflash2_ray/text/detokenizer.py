@@ -15,8 +15,9 @@ REPLACEMENT = "\ufffd"
 class Detokenizer:
     """One per stream."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._settled: list[int] = []  # the last run of tokens whose text is out: context for what follows
         self._pending: list[int] = []
 
@@ -32,8 +33,8 @@ class Detokenizer:
     def _take(self, hold_back: bool) -> str:
         if not self._pending:
             return ""
-        before = self._tokenizer.decode(self._settled)
-        both = self._tokenizer.decode(self._settled + self._pending)
+        before = self._tokenizer.decode(self._settled, self._skip)
+        both = self._tokenizer.decode(self._settled + self._pending, self._skip)
         if hold_back and both.endswith(REPLACEMENT):
             return ""
         if len(both) > len(before):  # special tokens bring no text and are no context

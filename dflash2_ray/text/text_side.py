@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,4 +53,21 @@ class TextSide:
     def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """Sampling options over the checkpoint's defaults; None means omitted. Raises InvalidRequest."""
         given = {name: value for name, value in sampling.items() if value is not None}
-        return SamplingParams.from_keywords(**{**self.defaults, **given})
+        for name in ("grammar", "bad_words_token_ids"):  # filled in here, from other fields
+            if name in given:
+                raise InvalidRequest(f"unknown sampling option {name!r}", param=name)
+        params = SamplingParams.from_keywords(**{**self.defaults, **given})
+        return replace(params, bad_words_token_ids=self._sequences(params.bad_words)) if params.bad_words else params
+
+    def _sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words, as they stand and behind a space."""
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
+
+def each_choice(sampling: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Keywords of each of the `n` choices: a seed counts up (`SamplingParams.choices`). Raises InvalidRequest."""
+    count, seed = sampling.get("n"), sampling.get("seed")
+    params = SamplingParams.from_keywords(n=count, seed=seed)
+    return [{**sampling, "n": None, "seed": choice.seed} for choice in params.choices()]

@@ -72,7 +72,7 @@ def test_other_errors_are_final(made, error):
 def test_a_step_that_failed_is_final(made):
     request, _ = made
     with pytest.raises(StepFailed, match="boom"):
-        request.absorb(pack_delta(RequestDelta("r", (), "error", error="boom")))
+        request.absorb(pack_delta(RequestDelta("r", (), "error", error=pack_error(StepFailed("boom")))))
 
 
 def test_no_time_means_no_second_attempt():
