@@ -139,10 +139,10 @@ def test_chunks_and_the_final_generation():
     ids = TOKENIZER.encode("Once upon a time")
     stats = SpeculationStats(3).as_dict()
     one = assembler()
-    first = one.push(RequestDelta("r", tuple(ids[:2])))
+    first = one.push(RequestDelta("r", tuple(ids[:2]), num_speculative_tokens=3))
     assert (first.text, first.token_ids, first.finish_reason) == (TOKENIZER.decode(ids[:2]), tuple(ids[:2]), None)
     assert first.generation is None
-    last = one.push(RequestDelta("r", tuple(ids[2:]), "length", None, stats))
+    last = one.push(RequestDelta("r", tuple(ids[2:]), "length", num_speculative_tokens=3))
     generation = last.generation
     assert last.finish_reason == generation.finish_reason == "length"
     assert first.text + last.text == generation.text == "Once upon a time"
