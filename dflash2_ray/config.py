@@ -79,6 +79,12 @@ class ServiceConfig(BaseModel):
     max_num_seqs: int = Field(16, ge=1, le=1024, description="Requests that may run at once.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens of one step; default 512 or more.")
     max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="How long an HTTP request may take in all, queue included; beyond it a 504. Default: no limit."
+    )
+    strict_fields: bool = Field(
+        False, description="Refuse HTTP requests with fields that nobody here knows, instead of reporting them in a header."
+    )
     num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
     num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
     seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
@@ -97,7 +103,7 @@ class ServiceConfig(BaseModel):
                         data = {**data, key: read_labels([pair for pair in data[key].split(",") if pair])}
                     except ConfigError as error:
                         raise ValueError(f"{key}: {error}") from None
-                if isinstance(data[key], bool):  # no key is a switch, and pydantic would take True for 1
+                if isinstance(data[key], bool) and cls.model_fields[key].annotation is not bool:  # pydantic would take True for 1
                     raise ValueError(f"{key}: expected a number or a word, got {data[key]!r}")
         return data
 

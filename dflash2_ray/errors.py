@@ -91,6 +91,10 @@ class UnitLost(EngineError):
     """A target rank or the whole unit went away."""
 
 
+class DeadlinePassed(EngineError):
+    """The request took longer than it may."""
+
+
 class Stopping(EngineError):
     """The service is draining and takes no new request."""
 
@@ -113,6 +117,7 @@ HTTP_TABLE: tuple[tuple[type[DFlash2Error], HttpError], ...] = (
     (Overloaded, HttpError(429, "rate_limit_error", "queue_full")),
     (StepFailed, HttpError(500, "server_error", None, "The engine failed on this request.")),
     (UnitLost, HttpError(503, "server_error", "service_unavailable", "The engine was lost and is being replaced.")),
+    (DeadlinePassed, HttpError(504, "server_error", "timeout", "The request took longer than request_timeout_s.")),
     (Stopping, HttpError(503, "server_error", "service_unavailable", "The service is stopping.")),
     (DFlash2Error, HttpError(500, "server_error", None, "The service failed on this request.")),
 )

@@ -48,7 +48,9 @@ class Generation:
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
     """One piece of a stream: the text that may be shown now and the tokens behind it (text may lag tokens while a
-    character is incomplete). `usage` counts up to and with this piece; `finish_reason` and `generation` come with the last."""
+    character is incomplete). `usage` counts up to and with this piece; `finish_reason` and `generation` come with the last.
+    logprobs: as in `Generation`, of these tokens; prompt_logprobs: with the first chunk. skipped_reason: why the request does not
+    speculate (any more)."""
 
     request_id: str
     text: str
@@ -56,3 +58,6 @@ class GenerationChunk:
     usage: Usage
     finish_reason: str | None = None
     generation: Generation | None = None
+    logprobs: tuple[Any, ...] | None = None
+    prompt_logprobs: tuple[Any, ...] | None = None
+    skipped_reason: str | None = None

@@ -170,8 +170,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """A text, or a list of texts, none of them empty."""
-    texts = (value,) if isinstance(value, str) else value
+    """A text (an empty one asks for nothing), or a list of texts, none of them empty."""
+    texts = ((value,) if value else ()) if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(one, str) for one in texts):
         raise InvalidRequest(f"{name} must be a string or a list of strings", param=name)
     if not all(texts) or len(texts) > MAX_STOPS:

@@ -5,12 +5,13 @@ disconnects cancels its request in the engine, queued or running.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -19,11 +20,13 @@ from dflash2_ray import __version__
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.engine.client import Client
-from dflash2_ray.errors import InvalidRequest
+from dflash2_ray.errors import DeadlinePassed, InvalidRequest
 from dflash2_ray.serving.banner import banner
+from dflash2_ray.serving.logprobs import LogprobsFormat
 from dflash2_ray.serving.openai_api import (
     SPECULATIVE_HEADER,
     ApiRequest,
+    Echo,
     Envelope,
     chunk_choice,
     error_body,
@@ -32,9 +35,11 @@ from dflash2_ray.serving.openai_api import (
     response_body,
     usage_of,
 )
+from dflash2_ray.text.text_side import each_choice
 
 logger = logging.getLogger("ray.serve")
 READY_TIMEOUT_S = 5.0
+_Item = TypeVar("_Item")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 def request_id_of(request: Request) -> str:
@@ -48,8 +53,11 @@ class Ingress:
 
     async def __init__(self, config: ServiceConfig, unit: Any, http_url: str) -> None:  # type: ignore[misc]
         self._client = Client.from_handle(unit, config.generation_config, config.resume_timeout_s)
+        self._strict = config.strict_fields
+        self._timeout_s = config.request_timeout_s
         facts = await self._client.describe()
-        await self._client.text()
+        self._text = await self._client.text()
+        self._num_speculative_tokens = int(facts["config"]["num_speculative_tokens"])
         self._model = str(facts["model"])
         self._started = int(time.time())
         for line in banner(facts, http_url).splitlines():
@@ -61,43 +69,70 @@ class Ingress:
         """Both generating routes: check, submit, await the first items, answer whole or as a stream."""
         request_id = request_id_of(request)
         streams: list[AsyncIterator[GenerationChunk]] = []
+        loop = asyncio.get_running_loop()
+        deadline = None if self._timeout_s is None else loop.time() + self._timeout_s
         try:
-            body = await _json(request)
-            asked = read_request(body, request.headers.get(SPECULATIVE_HEADER), chat=chat, served_model=self._model)
-            streams = await self._open(asked, request_id)
-            envelope = Envelope.new(request_id, self._model, chat)
-            firsts = await _all([anext(stream) for stream in streams])
-            if asked.stream:
-                events = self._events(asked, envelope, streams, firsts)
-                return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
-            generations = await _all(
-                [_rest(stream, first) for stream, first in zip(streams, firsts, strict=True)]
-            )
-            return JSONResponse(response_body(envelope, generations, asked.return_token_ids))
+            async with _until(deadline):
+                body = await _json(request)
+                header = request.headers.get(SPECULATIVE_HEADER)
+                asked = read_request(body, header, chat=chat, served_model=self._model, strict=self._strict)
+                streams = self._open(asked, request_id)
+                envelope = Envelope.new(request_id, self._model, chat)
+                logprobs = LogprobsFormat(self._text.tokenizer, chat=chat, as_ids=asked.tokens_as_ids)
+                echoes = self._echoes(asked)
+                firsts = await _all([anext(stream) for stream in streams])
+                headers = self._headers(asked, firsts[0])
+                if asked.stream:
+                    events = self._events(asked, envelope, streams, firsts, logprobs, echoes, deadline)
+                    return StreamingResponse(events, media_type="text/event-stream", headers={**_STREAM_HEADERS, **headers})
+                generations = await _all([_rest(stream, first) for stream, first in zip(streams, firsts, strict=True)])
+            return JSONResponse(response_body(envelope, generations, asked, logprobs, echoes), headers=headers)
         except asyncio.CancelledError:
             await _close(streams)
             raise
         except Exception as error:
             await _close(streams)
-            status, failure, headers = error_body(error, request_id)
+            status, failure, error_headers = error_body(error, request_id)
             if status >= 500:
                 logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
-            return JSONResponse(failure, status, headers=headers)
+            return JSONResponse(failure, status, headers=error_headers)
 
-    async def _open(self, asked: ApiRequest, request_id: str) -> list[AsyncIterator[GenerationChunk]]:
-        """One stream per choice; nothing is submitted before its first item is asked for."""
+    def _open(self, asked: ApiRequest, request_id: str) -> list[AsyncIterator[GenerationChunk]]:
+        """One stream per choice, the choices of a prompt side by side; nothing is submitted before its first item is asked for."""
         unique = f"{request_id}-{uuid.uuid4().hex[:8]}"  # clients may repeat their own ids
-        if asked.messages is not None:
-            return [self._client.astream(messages=asked.messages, request_id=unique, **asked.sampling)]
+        prompts: list[dict[str, Any]] = [{"messages": asked.messages}]
+        if asked.messages is None:
+            prompts = [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in asked.prompts]
+        choices = [(prompt, sampling) for prompt in prompts for sampling in each_choice(asked.sampling)]
         return [
-            self._client.astream(
-                prompt if isinstance(prompt, str) else None,
-                prompt_token_ids=None if isinstance(prompt, str) else prompt,
-                request_id=f"{unique}-{index}",
-                **asked.sampling,
-            )
-            for index, prompt in enumerate(asked.prompts)
+            self._client.astream(**prompt, request_id=f"{unique}-{index}", **sampling)
+            for index, (prompt, sampling) in enumerate(choices)
         ]
+
+    def _echoes(self, asked: ApiRequest) -> list[Echo]:
+        """What stands in front of each choice."""
+        echoes = [Echo()] * (1 if asked.messages is not None else len(asked.prompts))
+        if asked.echo:
+            tokenizer = self._text.tokenizer
+            told = asked.logprobs is not None
+            echoes = [
+                Echo(one, tuple(tokenizer.encode(one)) if told else ()) if isinstance(one, str)
+                else Echo(tokenizer.decode(one, False) if _are_ids(one) else "", tuple(one) if told else ())
+                for one in asked.prompts
+            ]
+        return [echo for echo in echoes for _ in range(asked.num_choices)]
+
+    def _headers(self, asked: ApiRequest, first: GenerationChunk) -> dict[str, str]:
+        """What is known about the answer when it starts."""
+        speculation = "on" if first.skipped_reason is None else f"off; reason={first.skipped_reason}"
+        width = asked.sampling.get("num_speculative_tokens")
+        if width is not None and width > self._num_speculative_tokens and first.skipped_reason is None:
+            speculation = f"on; k={self._num_speculative_tokens}; reason=clamped"
+        headers = {"x-dflash2-speculation": speculation}
+        if asked.ignored:
+            names = ", ".join(asked.ignored)
+            headers["x-dflash2-ignored-fields"] = names.encode("ascii", "backslashreplace").decode()[:1000].replace("\r", " ").replace("\n", " ")
+        return headers
 
     async def _events(
         self,
@@ -105,19 +140,32 @@ class Ingress:
         envelope: Envelope,
         streams: list[AsyncIterator[GenerationChunk]],
         firsts: list[GenerationChunk],
+        logprobs: LogprobsFormat,
+        echoes: list[Echo],
+        deadline: float | None,
     ) -> AsyncIterator[str]:
         """Server-sent events: chunks of all choices as they come, then usage if asked for, then [DONE]."""
         generations: dict[int, Generation] = {}
+        offsets = dict.fromkeys(range(len(streams)), -1)  # characters of each choice that its log-probabilities cover; -1: none yet
         head = envelope.head(streaming=True)
         usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
         try:
-            if envelope.chat:
-                yield _event({**head, "choices": [chunk_choice(envelope, 0, "", first=True)], **usage})
-            async for index, chunk in _merged(streams, firsts):
+            for index in range(len(streams)) if envelope.chat else ():
+                yield _event({**head, "choices": [chunk_choice(envelope, index, "", first=True)], **usage})
+            async for index, chunk in _before(deadline, _merged(streams, firsts)):
                 if chunk.generation is not None:
                     generations[index] = chunk.generation
                 token_ids = list(chunk.token_ids)
-                for choice in _choices(envelope, index, chunk):
+                text, told = chunk.text, None
+                ids, entries = list(chunk.token_ids), [*(chunk.logprobs or ())]
+                if offsets[index] < 0:  # the first of its choice
+                    offsets[index], text = 0, echoes[index].text + text
+                    ids, entries = [*echoes[index].token_ids, *ids], [*(chunk.prompt_logprobs or ()), *entries]
+                if asked.logprobs is not None and ids:
+                    told = logprobs.of(ids, entries, offsets[index])
+                    offsets[index] += logprobs.length(ids)
+                for choice in _choices(envelope, index, chunk, text):
+                    choice["logprobs"], told = told, None
                     if asked.return_token_ids:
                         choice["token_ids"], token_ids = token_ids, []  # each id once, in the first event of its chunk
                     body = {**head, "choices": [choice], **usage}
@@ -126,7 +174,7 @@ class Ingress:
                     yield _event(body)
             done = [generations[index] for index in range(len(streams))]
             if asked.include_usage:
-                last = {**head, "choices": [], "usage": usage_of(done)}
+                last = {**head, "choices": [], "usage": usage_of(done, asked.num_choices)}
                 if len(done) == 1:
                     last["metrics"] = done[0].metrics
                 yield _event(last)
@@ -173,6 +221,35 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+@contextlib.asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """Raise DeadlinePassed inside the block at `deadline` (the loop's clock); None: never."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        if deadline is None or asyncio.get_running_loop().time() < deadline:
+            raise
+        raise DeadlinePassed("the request took longer than request_timeout_s") from None
+
+
+async def _before(deadline: float | None, items: AsyncGenerator[_Item, None]) -> AsyncIterator[_Item]:
+    """The items; DeadlinePassed instead of the one that would come too late."""
+    async with contextlib.aclosing(items):
+        while True:
+            async with _until(deadline):
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            yield item
+
+
+def _are_ids(ids: Any) -> bool:
+    """Whether these can be token ids; whether they are is the engine's to say."""
+    return all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31 for one in ids)
+
+
 async def _rest(stream: AsyncIterator[GenerationChunk], first: GenerationChunk) -> Generation:
     last = first
     async for chunk in stream:
@@ -200,7 +277,7 @@ async def _close(streams: list[Any]) -> None:
 
 async def _merged(
     streams: list[AsyncIterator[GenerationChunk]], firsts: list[GenerationChunk]
-) -> AsyncIterator[tuple[int, GenerationChunk]]:
+) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     """(choice index, chunk) of all streams in order of arrival."""
     for index, first in enumerate(firsts):
         yield index, first
@@ -224,16 +301,16 @@ async def _merged(
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-def _choices(envelope: Envelope, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
+def _choices(envelope: Envelope, index: int, chunk: GenerationChunk, text: str) -> list[dict[str, Any]]:
     """Chat ends with an empty delta that carries the finish reason; completions carry it on the last text."""
     if not envelope.chat:
-        choice = chunk_choice(envelope, index, chunk.text, chunk.finish_reason)
+        choice = chunk_choice(envelope, index, text, chunk.finish_reason)
         if chunk.generation is not None:
             choice["stop_reason"] = chunk.generation.stop_reason
         return [choice]
     choices = []
-    if chunk.text or chunk.finish_reason is None:
-        choices.append(chunk_choice(envelope, index, chunk.text))
+    if text or chunk.finish_reason is None:
+        choices.append(chunk_choice(envelope, index, text))
     if chunk.finish_reason is not None and chunk.generation is not None:
         choices.append({**chunk_choice(envelope, index, "", chunk.finish_reason), "stop_reason": chunk.generation.stop_reason})
     return choices

@@ -1,6 +1,7 @@
 """The OpenAI wire format: request bodies checked field by field, response bodies, error bodies.
 
-Every field is offered, has a neutral value that changes nothing, or is refused by name: nothing is silently dropped.
+Every field is offered, has a neutral value that changes nothing, is refused by name, or (unknown here) is reported as ignored:
+nothing is silently dropped. `options.py` holds the table.
 It must not know Serve or engines.
 """
 
@@ -11,34 +12,16 @@ from typing import Any
 
 from dflash2_ray.core.generation import Generation, Usage
 from dflash2_ray.errors import InvalidRequest, RequestError, UnknownModel, http_error
+from dflash2_ray.serving.logprobs import LogprobsFormat
+from dflash2_ray.serving.options import BY_NAME, options_of
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
-NO_EFFECT_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # options of later versions, with the values that ask for nothing
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "stop": ([], ""),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-COMMON_FIELDS = ("model", "stream", "stream_options", "speculative", "return_token_ids")
 SPECULATIVE_HEADER = "x-dflash2-speculative"
 
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """One checked body. prompts: texts or token ids (completions); messages: chat. sampling: keywords of SamplingParams."""
+    """One checked body. prompts: texts or token ids (completions); messages: chat. sampling: keywords of SamplingParams.
+    logprobs: alternatives per token, None without. ignored: fields that nobody here knows."""
 
     chat: bool
     prompts: tuple[Any, ...]
@@ -48,13 +31,25 @@ class ApiRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
+    echo: bool
+    logprobs: int | None
+    ignored: tuple[str, ...]
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt, of a checked request."""
+        return int(self.sampling.get("n", 1))
 
 
-def read_request(body: Any, header: str | None, *, chat: bool, served_model: str) -> ApiRequest:
-    """Check a parsed body. `header`: the speculative header. Raises InvalidRequest or UnknownModel, naming the field."""
+def read_request(body: Any, header: str | None, *, chat: bool, served_model: str, strict: bool = False) -> ApiRequest:
+    """Check a parsed body. `header`: the speculative header; `strict`: unknown fields are refused. Raises InvalidRequest or
+    UnknownModel, naming the field."""
     if not isinstance(body, Mapping):
         raise InvalidRequest(f"the body must be a JSON object, got {type(body).__name__}")
-    _refuse_unoffered(body, chat)
+    ignored = _refuse_unoffered(body, chat)
+    if ignored and strict:
+        raise InvalidRequest(f"unknown fields: {', '.join(ignored)} (strict_fields is on)", param=ignored[0])
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidRequest(f"model must be a string, got {model!r}", param="model")
@@ -68,7 +63,12 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
     stream = _flag(body, "stream")
     if options and not stream:
         raise InvalidRequest("stream_options needs stream=true", param="stream_options")
-    sampling = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
+    sampling = {name: value for name, value in body.items() if value is not None and name in BY_NAME and BY_NAME[name].sampling}
+    logprobs, echo = _logprobs(body, chat), _flag(body, "echo")
+    if logprobs is not None:
+        sampling["logprobs"] = logprobs
+        if echo:
+            sampling["prompt_logprobs"] = logprobs
     if chat and body.get("max_completion_tokens") is not None:
         if sampling.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
             raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_completion_tokens")
@@ -87,22 +87,43 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         include_usage=_flag(options, "include_usage"),
         continuous_usage=_flag(options, "continuous_usage_stats"),
         return_token_ids=_flag(body, "return_token_ids"),
+        tokens_as_ids=_flag(body, "return_tokens_as_token_ids"),
+        echo=echo,
+        logprobs=logprobs,
+        ignored=ignored,
     )
 
 
-def _refuse_unoffered(body: Mapping[str, Any], chat: bool) -> None:
-    own = ("messages", "max_completion_tokens") if chat else ("prompt",)
-    offered = {*COMMON_FIELDS, *SAMPLING_FIELDS, *NO_EFFECT_FIELDS, *own}
-    refused = []
+def _refuse_unoffered(body: Mapping[str, Any], chat: bool) -> tuple[str, ...]:
+    """Refuse every field that is known and not offered on this route; returns those that are not known."""
+    offered = options_of("chat" if chat else "completions")
+    refused, ignored = [], []
     for name, value in body.items():
-        if name in offered or value is None:
+        option = BY_NAME.get(name)
+        if option is None:
+            ignored.append(str(name))
+        elif value is None or any(_same(value, neutral) for neutral in option.neutral):
             continue
-        if any(_same(value, neutral) for neutral in NEUTRAL.get(name, ())):
-            continue
-        refused.append(name)
+        elif name not in offered or option.kind == "refused":
+            refused.append(name)
     if refused:
-        names = ", ".join(sorted(map(str, refused)))
-        raise InvalidRequest(f"not offered: {names}; nothing was generated", param=sorted(map(str, refused))[0])
+        raise InvalidRequest(f"not offered: {', '.join(sorted(refused))}; nothing was generated", param=sorted(refused)[0])
+    return tuple(sorted(name for name in ignored if body[name] is not None))
+
+
+def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
+    """Alternatives per token: chat asks by a flag and `top_logprobs`, completions by a number."""
+    value, top = body.get("logprobs"), body.get("top_logprobs")
+    if not chat:
+        if isinstance(value, bool) or (value is not None and not isinstance(value, int)):
+            raise InvalidRequest(f"logprobs must be an integer in [0, 20], got {_short(value)}", param="logprobs")
+        return value
+    asked = _flag(body, "logprobs")
+    if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= 20):
+        raise InvalidRequest(f"top_logprobs must be an integer in [0, 20], got {_short(top)}", param="top_logprobs")
+    if top and not asked:
+        raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+    return (top or 0) if asked else None
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -177,6 +198,14 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Echo:
+    """A prompt that is given back in front of its completion."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Envelope:
     """What every body of one response repeats."""
 
@@ -197,30 +226,38 @@ class Envelope:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def response_body(envelope: Envelope, generations: list[Generation], return_token_ids: bool) -> dict[str, Any]:
-    """A whole response. With several prompts `metrics` is that of each choice, else of the response."""
+def response_body(
+    envelope: Envelope, generations: list[Generation], asked: ApiRequest, logprobs: LogprobsFormat, echoes: list[Echo]
+) -> dict[str, Any]:
+    """A whole response. With several choices `metrics` is that of each choice, else of the response. echoes: the prompt of each
+    choice, empty without `echo`."""
     choices = []
     for index, generation in enumerate(generations):
-        choice: dict[str, Any] = {"index": index, "finish_reason": generation.finish_reason, "logprobs": None}
+        echo = echoes[index]
+        told = None
+        if generation.logprobs is not None:
+            ids, entries = [*echo.token_ids, *generation.token_ids], [*(generation.prompt_logprobs or ()), *generation.logprobs]
+            told = logprobs.of(ids, entries)
+        choice: dict[str, Any] = {"index": index, "finish_reason": generation.finish_reason, "logprobs": told}
         choice["stop_reason"] = generation.stop_reason
         if envelope.chat:
             choice["message"] = {"role": "assistant", "content": generation.text}
         else:
-            choice["text"] = generation.text
-        if return_token_ids:
+            choice["text"] = echo.text + generation.text
+        if asked.return_token_ids:
             choice["token_ids"] = generation.token_ids
         if len(generations) > 1:
             choice["metrics"] = generation.metrics
         choices.append(choice)
-    body = {**envelope.head(streaming=False), "choices": choices, "usage": usage_of(generations)}
+    body = {**envelope.head(streaming=False), "choices": choices, "usage": usage_of(generations, asked.num_choices)}
     if len(generations) == 1:
         body["metrics"] = generations[0].metrics
     return body
 
 
-def usage_of(generations: list[Generation]) -> dict[str, Any]:
-    """The `usage` object over all choices."""
-    prompt = sum(generation.usage.prompt_tokens for generation in generations)
+def usage_of(generations: list[Generation], num_choices: int) -> dict[str, Any]:
+    """The `usage` object over all choices; a prompt counts once, however many choices it has."""
+    prompt = sum(generation.usage.prompt_tokens for generation in generations[::num_choices])
     completion = sum(generation.usage.completion_tokens for generation in generations)
     return Usage(prompt, completion).as_dict()
 
@@ -249,6 +286,8 @@ def error_body(error: BaseException, request_id: str) -> tuple[int, dict[str, An
     retry = getattr(error, "retry_after_s", 1.0 if row.status == 503 else None)
     if retry is not None:
         headers = {"Retry-After": str(max(1, round(retry))), "retry-after-ms": str(int(retry * 1000))}
+    if row.status == 504:
+        headers["x-should-retry"] = "false"  # it would take as long again
     return row.status, plain_error(message, row.type, param, code), headers
 
 

@@ -42,13 +42,17 @@ class TextAssembler:
         if stop is not None:
             delta = replace(delta, token_ids=delta.token_ids[:count], finish_reason="stop", steps=_cut(delta.steps, len(delta.token_ids) - count))
         self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend((delta.logprobs or ())[:count])
+        logprobs = None if delta.logprobs is None else delta.logprobs[:count]
+        self._logprobs.extend(logprobs or ())
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         self._count(delta)
         self._text.append(text)
         usage = Usage(self._num_prompt_tokens, len(self._token_ids))
         generation = self._generation(delta, usage, delta.stop_reason if stop is None else stop) if delta.finish_reason is not None else None
-        return GenerationChunk(self._request_id, text, tuple(delta.token_ids), usage, delta.finish_reason, generation)
+        return GenerationChunk(
+            self._request_id, text, tuple(delta.token_ids), usage, delta.finish_reason, generation,
+            logprobs, delta.prompt_logprobs, delta.skipped_reason,
+        )
 
     def _show(self, delta: RequestDelta) -> tuple[str, int, str | None]:
         """(text to show, tokens of the delta that are delivered, the stop string that ended it)."""

@@ -7,9 +7,7 @@ another way. The pieces, joined, are the text of all tokens decoded at once.
 
 from collections.abc import Sequence
 
-from dflash2_ray.text.tokenizer import Tokenizer
-
-REPLACEMENT = "\ufffd"
+from dflash2_ray.text.tokenizer import REPLACEMENT, Tokenizer
 
 
 class Detokenizer:

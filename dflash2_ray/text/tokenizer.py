@@ -34,3 +34,30 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that form no character become U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, special tokens too; U+FFFD where its bytes form no character."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The UTF-8 bytes of one token, also of one that is part of a character."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return list(text.encode())
+        written = self._backend.id_to_token(token_id) or ""
+        if written.startswith("<0x") and written.endswith(">"):
+            return [int(written[3:-1], 16)]
+        if all(character in _BYTE_OF for character in written):
+            return [_BYTE_OF[character] for character in written]
+        return list(text.encode())
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write for bytes: printable Latin-1 for itself, the others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+REPLACEMENT = "\ufffd"
+_BYTE_OF = _byte_alphabet()

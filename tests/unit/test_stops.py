@@ -1,5 +1,6 @@
 """Stop strings: the text, its tokens and its counts depend on the text alone, not on how it came in pieces."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def reference(text, stops, include=False):
 
 def pieces_of(text, cuts):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 14), max_size=6), include=st.booleans())
@@ -90,7 +91,7 @@ def test_tokens_text_and_counts_end_at_the_same_token(text, stops, cuts, min_tok
         return last.text, last.token_ids, last.finish_reason, last.stop_reason
 
     edges = [0, *sorted({min(cut, len(ids)) for cut in cuts} - {0, len(ids)}), len(ids)]
-    chunked = run([ids[a:b] for a, b in zip(edges, edges[1:], strict=False)])
+    chunked = run([ids[a:b] for a, b in itertools.pairwise(edges)])
     assert chunked == run([[token] for token in ids])
     if min_tokens == 0:
         assert (chunked[0], chunked[3]) == reference(text, stops)

@@ -13,9 +13,9 @@ import dflash2_ray
 from dflash2_ray.core.messages import RequestDelta, SpeculationStats
 from dflash2_ray.errors import CheckpointError
 from dflash2_ray.text.assembly import TextAssembler
-from dflash2_ray.text.detokenizer import REPLACEMENT, Detokenizer
+from dflash2_ray.text.detokenizer import Detokenizer
 from dflash2_ray.text.generation_defaults import read_generation_defaults
-from dflash2_ray.text.tokenizer import Tokenizer
+from dflash2_ray.text.tokenizer import REPLACEMENT, Tokenizer
 
 FOLDER = Path(dflash2_ray.__file__).parent / "assets" / "target"
 TOKENIZER = Tokenizer.from_folder(FOLDER)
