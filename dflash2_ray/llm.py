@@ -69,8 +69,8 @@ class LLM:
     def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
         """Answer one conversation, or several."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        params = self._text.params(sampling)
-        return self._run([self.chat_ids(conversation) for conversation in conversations], params)  # type: ignore[arg-type]
+        prepared = [self._text.prepare(None, None, conversation, sampling) for conversation in conversations]  # type: ignore[arg-type]
+        return self._run([ids for ids, _ in prepared], prepared[0][1] if prepared else self._text.params(sampling))
 
     def stream(
         self,
@@ -80,11 +80,7 @@ class LLM:
         **sampling: Any,
     ) -> Iterator[GenerationChunk]:
         """Chunks of one generation, one per step. Closing the iterator cancels the request."""
-        if messages is not None:
-            ids = self.chat_ids(messages)
-        else:
-            (ids,) = self._prompt_ids(prompt, prompt_token_ids)
-        return self._stream(ids, self._text.params(sampling))
+        return self._stream(*self._text.prepare(prompt, prompt_token_ids, messages, sampling))
 
     def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[GenerationChunk]:
         request_id, assembler = self._submit(ids, params)

@@ -14,7 +14,7 @@ from dflash2_ray.core.messages import RequestDelta, StepCount, TokenLogprobs
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.request import Request, RequestState
 from dflash2_ray.core.wire import pack_error
-from dflash2_ray.errors import InvalidRequest, Overloaded, StepFailed
+from dflash2_ray.errors import DFlash2Error, Overloaded, StepFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What verification found for one planned request: the drafts that were verified, how many were accepted, and the
-    token that the target adds behind them (None: the options exclude every token there). `logprobs`: one entry per accepted
+    token that the target adds behind them (None: there is none, for the reason `error`). `logprobs`: one entry per accepted
     draft and one for the next token, where asked for. None in place of an outcome means that the row did not sample."""
 
     drafts: Sequence[int]
     num_accepted: int
     next_token: int | None
     logprobs: Sequence[TokenLogprobs] | None = None
+    error: DFlash2Error | None = None
 
 
 class Scheduler:
@@ -225,10 +226,7 @@ class Scheduler:
             request.stats.record(*steps[0])
         error = None
         if outcome.next_token is None and finish_reason is None:
-            finish_reason = "error"
-            error = pack_error(InvalidRequest(
-                f"the options exclude every token at output position {request.num_output_tokens}", param=request.params.excluding_option
-            ))
+            finish_reason, error = "error", pack_error(outcome.error or StepFailed("no token was decided"))
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         return RequestDelta(
             request.request_id,

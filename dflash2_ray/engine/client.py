@@ -147,8 +147,7 @@ class Client:
         request_id: str | None,
     ) -> ResumableRequest:
         assert self._text is not None, "text files are fetched first"
-        ids = self._text.prompt_ids(prompt, token_ids, messages)
-        params = self._text.params(sampling)
+        ids, params = self._text.prepare(prompt, token_ids, messages, sampling)
         request_id = request_id or f"client-{uuid.uuid4().hex}"
         assembler = TextAssembler(self._text.tokenizer, request_id, len(ids), time.perf_counter(), params)
         return ResumableRequest(RequestSpec(request_id, tuple(ids), params), assembler, self._resume_timeout_s)

@@ -3,6 +3,7 @@
 The blueprint is what `dflash2-ray check` shows; building follows it to the letter.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from dflash2_ray.runtime.pipelined_loop import PipelinedLoop
 from dflash2_ray.runtime.rank_loop import Followers
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
+from dflash2_ray.sampling.grammar import GrammarState, GrammarVocabulary
 from dflash2_ray.text.generation_defaults import read_generation_defaults
 
 logger = logging.getLogger(__name__)
@@ -126,10 +128,16 @@ def build_from_blueprint(
             port = ColocatedDraftPort(build_drafter_runner(blueprint, share))
         if progress:
             progress("load drafter", 1, 1)
-    runner = TargetRunner(
-        target, projection, num_pages=engine.num_kv_pages, page_size=engine.page_size, followers=followers
-    )
     defaults = read_generation_defaults(blueprint.target_folder, config.generation_config)
+    vocabulary = GrammarVocabulary(blueprint.target_folder / "tokenizer.json", blueprint.target.vocab_size, defaults.eos_token_ids)
+    runner = TargetRunner(
+        target,
+        projection,
+        num_pages=engine.num_kv_pages,
+        page_size=engine.page_size,
+        followers=followers,
+        grammars=functools.partial(GrammarState, vocabulary),
+    )
     loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
     return loop_class(
         engine,

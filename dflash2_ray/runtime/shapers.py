@@ -1,12 +1,16 @@
 """The logit shapers of the requests in flight, and what verification needs of them. One per rank 0."""
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from dflash2_ray.core.request import Request
+from dflash2_ray.errors import DFlash2Error, InvalidRequest, StepFailed
 from dflash2_ray.sampling.shaping import Grammar, LogitShaper
+
+logger = logging.getLogger(__name__)
 
 
 class Grammars(Protocol):
@@ -27,12 +31,15 @@ class Shapers:
         """Whether grammars can be run."""
         return self._grammars is not None
 
-    def shape(self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, set[int]]:
-        """The logits that decide, and which of their rows exclude every token: logits [T, V] fp32, one block after the other.
+    def shape(
+        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, dict[int, DFlash2Error]]:
+        """The logits that decide, and which of their rows cannot: logits [T, V] fp32, one block after the other; by row, why.
 
-        The given logits are left as they are. Rows without options are shared with them where no row has any.
+        The given logits are left as they are, and returned where no request has options. What fails for one request fails for it
+        alone.
         """
-        shaped, dead = logits, set()
+        shaped, dead = logits, {}
         start = 0
         for request, own in zip(requests, drafts, strict=True):
             end = start + len(own) + 1
@@ -40,13 +47,23 @@ class Shapers:
                 if shaped is logits:
                     shaped = logits.clone()
                 rows = shaped[start:end]
-                self._of(request).shape(rows, request.output_token_ids, own)
-                lost = (rows.amax(-1) == float("-inf")).nonzero()[:, 0].tolist()
-                for row in lost:
+                for row, error in self._lost_rows(request, rows, own).items():
                     rows[row] = 0.0  # a distribution all the same: what is drawn from it is not used
-                    dead.add(start + row)
+                    dead[start + row] = error
             start = end
         return shaped, dead
+
+    def _lost_rows(self, request: Request, rows: torch.Tensor, drafts: Sequence[int]) -> dict[int, DFlash2Error]:
+        """Shape the rows of one request; those that leave no token to emit, and why."""
+        try:
+            self._of(request).shape(rows, request.output_token_ids, drafts)
+        except DFlash2Error as error:
+            return dict.fromkeys(range(len(rows)), error)
+        except Exception as error:  # a library's own: it must not end the step of the others
+            logger.exception("request %s: its options could not be applied", request.request_id)
+            return dict.fromkeys(range(len(rows)), StepFailed(f"{type(error).__name__}"))
+        excluded = InvalidRequest("the options exclude every token at this position", param=request.params.excluding_option)
+        return dict.fromkeys((rows.amax(-1) == float("-inf")).nonzero()[:, 0].tolist(), excluded)
 
     def _of(self, request: Request) -> LogitShaper:
         shaper = self._shapers.get(request.request_id)

@@ -91,10 +91,12 @@ class TargetRunner:
         outcomes: list[Outcome | None] = []
         start = 0
         for part, drafted, accepted, token in zip(sampling, rows.drafts, verdict.num_accepted, verdict.next_token, strict=True):
+            accepted = next((row for row in range(accepted) if start + row in dead), accepted)  # a lost row decides nothing
+            lost = dead.get(start + accepted)
             decided = [*drafted[:accepted], token]
             count = part.request.params.logprobs
             told = None if count is None else token_logprobs(logits[start : start + accepted + 1], decided, count)
-            outcomes.append(Outcome(drafted, accepted, None if start + accepted in dead else token, told))
+            outcomes.append(Outcome(drafted, accepted, token if lost is None else None, told, lost))
             start += len(drafted) + 1
         found = iter(outcomes)
         return [next(found) if part.samples else None for part in planned]

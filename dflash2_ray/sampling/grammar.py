@@ -59,6 +59,10 @@ class GrammarState:
             self._restart()
             raise EngineError(f"grammar: {error} (output of {len(output)} tokens, {len(drafts)} drafts)") from None
 
+    def shape(self, logits: torch.Tensor, output_token_ids: Sequence[int], drafts: Sequence[int]) -> None:
+        """Set what the grammar does not allow to -inf, in place: logits fp32 [1 + len(drafts), V]. Raises as `masks`."""
+        constrain(logits, self.masks(output_token_ids, drafts))
+
     def _masks(self, output: list[int], drafts: list[int]) -> torch.Tensor:
         allowed = np.ones((1 + len(drafts), self._vocab_size), dtype=np.bool_)
         ended = self._follow(output)

@@ -22,6 +22,7 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.engine.client import Client
 from dflash2_ray.errors import DeadlinePassed, InvalidRequest
 from dflash2_ray.serving.banner import banner
+from dflash2_ray.serving.choice_writer import ChoiceWriter
 from dflash2_ray.serving.logprobs import LogprobsFormat
 from dflash2_ray.serving.openai_api import (
     SPECULATIVE_HEADER,
@@ -76,6 +77,7 @@ class Ingress:
                 body = await _json(request)
                 header = request.headers.get(SPECULATIVE_HEADER)
                 asked = read_request(body, header, chat=chat, served_model=self._model, strict=self._strict)
+                assert asked.tool_use is None or chat, "tools are refused elsewhere"
                 streams = self._open(asked, request_id)
                 envelope = Envelope.new(request_id, self._model, chat)
                 logprobs = LogprobsFormat(self._text.tokenizer, chat=chat, as_ids=asked.tokens_as_ids)
@@ -147,6 +149,7 @@ class Ingress:
         """Server-sent events: chunks of all choices as they come, then usage if asked for, then [DONE]."""
         generations: dict[int, Generation] = {}
         offsets = dict.fromkeys(range(len(streams)), -1)  # characters of each choice that its log-probabilities cover; -1: none yet
+        writers = [ChoiceWriter(envelope, index, asked.tool_use) for index in range(len(streams))]
         head = envelope.head(streaming=True)
         usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
         try:
@@ -164,7 +167,7 @@ class Ingress:
                 if asked.logprobs is not None and ids:
                     told = logprobs.of(ids, entries, offsets[index])
                     offsets[index] += logprobs.length(ids)
-                for choice in _choices(envelope, index, chunk, text):
+                for choice in writers[index].choices(chunk, text):
                     choice["logprobs"], told = told, None
                     if asked.return_token_ids:
                         choice["token_ids"], token_ids = token_ids, []  # each id once, in the first event of its chunk
@@ -299,21 +302,6 @@ async def _merged(
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-
-
-def _choices(envelope: Envelope, index: int, chunk: GenerationChunk, text: str) -> list[dict[str, Any]]:
-    """Chat ends with an empty delta that carries the finish reason; completions carry it on the last text."""
-    if not envelope.chat:
-        choice = chunk_choice(envelope, index, text, chunk.finish_reason)
-        if chunk.generation is not None:
-            choice["stop_reason"] = chunk.generation.stop_reason
-        return [choice]
-    choices = []
-    if text or chunk.finish_reason is None:
-        choices.append(chunk_choice(envelope, index, text))
-    if chunk.finish_reason is not None and chunk.generation is not None:
-        choices.append({**chunk_choice(envelope, index, "", chunk.finish_reason), "stop_reason": chunk.generation.stop_reason})
-    return choices
 
 
 def _event(body: dict[str, Any]) -> str:

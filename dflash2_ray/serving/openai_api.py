@@ -14,6 +14,9 @@ from dflash2_ray.core.generation import Generation, Usage
 from dflash2_ray.errors import InvalidRequest, RequestError, UnknownModel, http_error
 from dflash2_ray.serving.logprobs import LogprobsFormat
 from dflash2_ray.serving.options import BY_NAME, options_of
+from dflash2_ray.text.text_side import TOOL_FIELDS, tool_use
+from dflash2_ray.text.tool_calls import ToolCallParser, collect
+from dflash2_ray.text.tools import ToolUse
 
 SPECULATIVE_HEADER = "x-dflash2-speculative"
 
@@ -35,6 +38,12 @@ class ApiRequest:
     echo: bool
     logprobs: int | None
     ignored: tuple[str, ...]
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools that may be called; None where calls are not looked for. Raises InvalidRequest."""
+        use = tool_use(self.sampling)[0]
+        return use if use is not None and use.max_calls != 0 else None
 
     @property
     def num_choices(self) -> int:
@@ -64,6 +73,7 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
     if options and not stream:
         raise InvalidRequest("stream_options needs stream=true", param="stream_options")
     sampling = {name: value for name, value in body.items() if value is not None and name in BY_NAME and BY_NAME[name].sampling}
+    sampling |= {name: body[name] for name in ("response_format", *TOOL_FIELDS) if body.get(name) is not None}
     logprobs, echo = _logprobs(body, chat), _flag(body, "echo")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
@@ -232,6 +242,7 @@ def response_body(
     """A whole response. With several choices `metrics` is that of each choice, else of the response. echoes: the prompt of each
     choice, empty without `echo`."""
     choices = []
+    use = asked.tool_use
     for index, generation in enumerate(generations):
         echo = echoes[index]
         told = None
@@ -242,6 +253,11 @@ def response_body(
         choice["stop_reason"] = generation.stop_reason
         if envelope.chat:
             choice["message"] = {"role": "assistant", "content": generation.text}
+            if use is not None:
+                parser = ToolCallParser(f"{envelope.id}-{index}", use.max_calls)
+                content, calls = collect([*parser.push(generation.text), *parser.finish()])
+                choice["message"] |= {"content": content, **({"tool_calls": calls} if calls else {})}
+                choice["finish_reason"] = finish_reason_of(generation.finish_reason, bool(calls))
         else:
             choice["text"] = echo.text + generation.text
         if asked.return_token_ids:
@@ -253,6 +269,11 @@ def response_body(
     if len(generations) == 1:
         body["metrics"] = generations[0].metrics
     return body
+
+
+def finish_reason_of(reason: str, called: bool) -> str:
+    """An answer that stopped by itself and calls a tool says so."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def usage_of(generations: list[Generation], num_choices: int) -> dict[str, Any]:

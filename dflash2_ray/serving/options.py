@@ -28,6 +28,7 @@ class Option:
 
 
 _E2E = "tests/e2e/test_options.py"
+_STRUCTURED = "tests/serve/test_structured.py"
 _LAW = "tests/e2e/test_sampling_law.py"
 _HTTP = "tests/serve/test_options.py"
 _BAD = "tests/serve/test_http.py"
@@ -69,6 +70,10 @@ OPTIONS: tuple[Option, ...] = (
     _exact("logprobs", {"anyOf": [_FLAG, {**_INTEGER, "minimum": 0, "maximum": 20}]}, sampling=False),
     _exact("top_logprobs", {**_INTEGER, "minimum": 0, "maximum": 20}, _HTTP, ("chat",), sampling=False),
     _exact("echo", _FLAG, _HTTP, ("completions",), sampling=False),
+    _exact("response_format", {"type": "object"}, _STRUCTURED, sampling=False),
+    _exact("tools", {"type": "array", "items": {"type": "object"}}, _STRUCTURED, ("chat",), sampling=False),
+    _exact("tool_choice", {"anyOf": [{"type": "string"}, {"type": "object"}]}, _STRUCTURED, ("chat",), sampling=False),
+    _exact("parallel_tool_calls", _FLAG, _STRUCTURED, ("chat",), sampling=False),
     Option("prompt", "request", _ANY, routes=("completions",)),
     Option("messages", "request", {"type": "array"}, routes=("chat",)),
     Option("model", "request", {"type": "string"}),
@@ -80,10 +85,6 @@ OPTIONS: tuple[Option, ...] = (
     *(Option(name, "no effect", _ANY) for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")),
     _refused("best_of", 1),
     _refused("suffix", ""),
-    _refused("response_format", {"type": "text"}),
-    _refused("tools", []),
-    _refused("tool_choice", "none", "auto"),
-    _refused("parallel_tool_calls", True, False),
     _refused("functions", []),
     _refused("function_call", "none", "auto"),
     _refused("modalities", ["text"]),

@@ -15,6 +15,7 @@ import jinja2.sandbox
 
 from dflash2_ray.errors import CheckpointError, ConfigError, InvalidRequest
 from dflash2_ray.text.json_file import read_json_object
+from dflash2_ray.text.short import short
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -25,6 +26,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self._template = None if source is None else _compile(source)
+        self._shows_tools = source is not None and "tools" in source
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> "ChatTemplate":
@@ -41,17 +43,20 @@ class ChatTemplate:
             kind = ConfigError if override else CheckpointError
             raise kind(f"chat_template: line {error.lineno}: {error.message}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that asks for the assistant's next turn. Raises InvalidRequest, naming the message and the field."""
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The prompt that asks for the assistant's next turn, with the functions that it may call. Raises InvalidRequest, naming
+        the message and the field."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; send a plain prompt, or start the service with chat_template=PATH",
                 param="messages",
             )
         turns = check_messages(messages)
+        if tools and not self._shows_tools:
+            raise InvalidRequest("this model's chat template does not show tools; start the service with chat_template=PATH", param="tools")
         try:
             return self._template.render(
-                messages=turns, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+                messages=turns, add_generation_prompt=True, tools=tools, documents=None, **self._special_tokens
             )
         except Exception as error:  # a template is a program: whatever it raises, these messages made it do so
             raise InvalidRequest(f"messages: the chat template refuses them: {error}", param="messages") from None
@@ -60,33 +65,63 @@ class ChatTemplate:
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages with string contents (text parts joined). Raises InvalidRequest, naming the message and the field."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidRequest(f"messages must be a non-empty list, got {messages!r}", param="messages")
+        raise InvalidRequest(f"messages must be a non-empty list, got {short(messages)}", param="messages")
     turns = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise InvalidRequest(f"messages[{index}] must be an object, got {message!r}", param="messages")
+            raise InvalidRequest(f"messages[{index}] must be an object, got {short(message)}", param="messages")
         role = message.get("role")
         if role not in ROLES:
-            raise InvalidRequest(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}", param="messages")
-        unknown = sorted(set(message) - {"role", "content", "name"})
+            raise InvalidRequest(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {short(role)}", param="messages")
+        known = {"role", "content", "name", *_OWN_KEYS.get(role, ())}
+        unknown = sorted(str(key) for key in set(message) - known)
         if unknown:
-            raise InvalidRequest(f"messages[{index}].{unknown[0]} is not offered", param=f"messages[{index}].{unknown[0]}")
-        turns.append({**message, "content": _content(index, message.get("content"))})
+            raise InvalidRequest(f"messages[{index}].{unknown[0][:80]} is not offered", param=f"messages[{index}].{unknown[0][:80]}")
+        turn = {**message}
+        if message.get("tool_calls") is not None:
+            turn["tool_calls"] = [_call(f"messages[{index}].tool_calls[{at}]", call) for at, call in enumerate(_calls(index, message["tool_calls"]))]
+        silent = bool(turn.get("tool_calls")) and message.get("content") is None  # an assistant that only called
+        turns.append({**turn, "content": "" if silent else _content(index, message.get("content"))})
     return turns
+
+
+_OWN_KEYS = {"assistant": ("tool_calls", "refusal"), "tool": ("tool_call_id",)}
+
+
+def _calls(index: int, calls: Any) -> list[Any]:
+    if not isinstance(calls, list) or not calls:
+        raise InvalidRequest(f"messages[{index}].tool_calls must be a list of calls, none empty, got {short(calls)}", param=f"messages[{index}].tool_calls")
+    return calls
+
+
+def _call(path: str, call: Any) -> dict[str, Any]:
+    """One call as templates expect it: its arguments as an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise InvalidRequest(f"{path}.function must hold a name and arguments, got {short(call)}", param=path)
+    arguments = function.get("arguments") or "{}"
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, Mapping):
+        raise InvalidRequest(f"{path}.function.arguments must be a JSON object in a string, got {short(arguments)}", param=path)
+    return {**call, "function": {"name": name, "arguments": read}}
 
 
 def _content(index: int, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts, got {content!r}", param="messages")
+        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts, got {short(content)}", param="messages")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
             raise InvalidRequest(
-                f"messages[{index}].content: only parts of type 'text' are offered, got {kind or part!r}", param="messages"
+                f"messages[{index}].content: only parts of type 'text' are offered, got {kind if isinstance(kind, str) else short(part)}", param="messages"
             )
         texts.append(text)
     return "".join(texts)

@@ -10,8 +10,12 @@ from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.errors import InvalidRequest
 from dflash2_ray.text.chat_template import ChatTemplate
 from dflash2_ray.text.generation_defaults import read_generation_defaults
+from dflash2_ray.text.response_format import response_grammar
 from dflash2_ray.text.tokenizer import Tokenizer
+from dflash2_ray.text.tool_grammar import tool_grammar
+from dflash2_ray.text.tools import ToolUse, parse_tools
 
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -33,22 +37,39 @@ class TextSide:
             override = folder / "chat_template.override"
             return cls(folder, generation_config, str(override) if override.is_file() else None)
 
-    def prompt_ids(self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None) -> list[int]:
+    def prepare(
+        self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None, sampling: Mapping[str, Any]
+    ) -> tuple[list[int], SamplingParams]:
+        """Token ids of whichever of the three is given, and its options. Raises InvalidRequest, also unless it is exactly one."""
+        use, sampling = tool_use(sampling)
+        if use is not None and messages is None:
+            raise InvalidRequest("tools need messages", param="tools")
+        params = self.params(sampling)
+        grammar = tool_grammar(use)
+        if grammar is not None:
+            if params.grammar is not None:
+                raise InvalidRequest("response_format contradicts a tool_choice that must call a tool", param="response_format")
+            params = replace(params, grammar=grammar)
+        return self.prompt_ids(prompt, token_ids, messages, use), params
+
+    def prompt_ids(
+        self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None, use: ToolUse | None = None
+    ) -> list[int]:
         """Token ids of whichever of the three is given. Raises InvalidRequest unless it is exactly one."""
         given = [name for name, value in (("prompt", prompt), ("prompt_token_ids", token_ids), ("messages", messages)) if value is not None]
         if len(given) != 1:
             raise InvalidRequest(f"give exactly one of prompt, prompt_token_ids and messages, got {given or 'none'}", param="prompt")
         if messages is not None:
-            return self.chat_ids(messages)
+            return self.chat_ids(messages, use)
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise InvalidRequest(f"prompt must be a string, got {prompt!r}", param="prompt")
             return self.tokenizer.encode(prompt)
         return list(token_ids or ())
 
-    def chat_ids(self, messages: Messages) -> list[int]:
+    def chat_ids(self, messages: Messages, use: ToolUse | None = None) -> list[int]:
         """Token ids of a conversation in the chat template, asking for the assistant's next turn. Raises InvalidRequest."""
-        return self.tokenizer.encode(self.template.render(messages), add_special_tokens=False)
+        return self.tokenizer.encode(self.template.render(messages, use.shown if use else None), add_special_tokens=False)
 
     def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """Sampling options over the checkpoint's defaults; None means omitted. Raises InvalidRequest."""
@@ -56,7 +77,8 @@ class TextSide:
         for name in ("grammar", "bad_words_token_ids"):  # filled in here, from other fields
             if name in given:
                 raise InvalidRequest(f"unknown sampling option {name!r}", param=name)
-        params = SamplingParams.from_keywords(**{**self.defaults, **given})
+        grammar = response_grammar(given.pop("response_format", None))
+        params = SamplingParams.from_keywords(**{**self.defaults, **given, "grammar": grammar})
         return replace(params, bad_words_token_ids=self._sequences(params.bad_words)) if params.bad_words else params
 
     def _sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -64,6 +86,13 @@ class TextSide:
         texts = [text for word in words for text in (word, " " + word.lstrip())]
         found = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return tuple(dict.fromkeys(ids for ids in found if ids))
+
+
+def tool_use(sampling: Mapping[str, Any]) -> tuple[ToolUse | None, dict[str, Any]]:
+    """What the three fields about tools ask for, and the other options. Raises InvalidRequest."""
+    tools = sampling.get("tools") or None
+    use = parse_tools(tools, sampling.get("tool_choice"), sampling.get("parallel_tool_calls") if tools else None)
+    return use, {name: value for name, value in sampling.items() if name not in TOOL_FIELDS}
 
 
 def each_choice(sampling: Mapping[str, Any]) -> list[dict[str, Any]]:

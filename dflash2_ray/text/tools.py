@@ -55,7 +55,7 @@ def parse_tools(tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = 
     if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
         _refuse("parallel_tool_calls", f"must be true or false, got {short(parallel_tool_calls)}")
     if tools is None:
-        if tool_choice not in (None, "none"):
+        if tool_choice not in (None, "none", "auto"):
             _refuse("tool_choice", "is only allowed when tools are given")
         if parallel_tool_calls is not None:
             _refuse("parallel_tool_calls", "is only allowed when tools are given")

@@ -149,7 +149,10 @@ def test_a_broken_tokenizer_config_is_a_checkpoint_error(tmp_path, content):
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], r"messages\[0\]\.content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], r"got .?image_url"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}], r"got .?input_audio"),
-        ([{"role": "assistant", "content": "x", "tool_calls": []}], r"messages\[0\]\.tool_calls is not offered"),
+        ([{"role": "assistant", "content": "x", "tool_calls": []}], r"messages\[0\]\.tool_calls must be a list"),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], r"messages\[0\]\.tool_calls is not offered"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], r"tool_calls\[0\]\.function\.arguments must be"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}], r"tool_calls\[0\]\.function must hold a name"),
     ],
 )
 def test_bad_messages_are_refused_by_name(messages, told):
@@ -206,3 +209,15 @@ def test_a_template_that_fails_in_python_is_the_clients_error_too(source):
 def test_a_refusal_names_the_templates_own_words():
     with pytest.raises(InvalidRequest, match="only user turns"):
         ChatTemplate("{{ raise_exception('only user turns') }}", {}).render(HELLO)
+
+
+def test_tools_and_calls_reach_the_template_as_objects():
+    source = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "ok"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = ChatTemplate(source, {}).render(messages, tools)
+    assert text == "f " + HELLO[0]["content"] + "7ok"
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate("{{ messages }}", {}).render(HELLO, tools)
+    assert caught.value.param == "tools"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dflash2_ray
 from dflash2_ray.errors import InvalidRequest
 from dflash2_ray.sampling.grammar import GrammarState, GrammarVocabulary
-from dflash2_ray.text.tool_calls import ContentDelta, ToolCallDelta, ToolCallParser, call_id, collect, read_call
+from dflash2_ray.text.tool_calls import ContentDelta, ToolCallParser, call_id, collect, read_call
 from dflash2_ray.text.tool_grammar import tool_grammar
 from dflash2_ray.text.tools import parse_tools
 
