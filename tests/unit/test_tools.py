@@ -53,7 +53,7 @@ def test_what_a_request_allows():
 @pytest.mark.parametrize(
     ("arguments", "param", "told"),
     [
-        ((None, "auto"), "tool_choice", "only allowed when tools"),
+        ((None, "required"), "tool_choice", "only allowed when tools"),
         ((None, None, True), "parallel_tool_calls", "only allowed when tools"),
         (([], None), "tools", "a list of 0"),
         (([tool(f"f{i}") for i in range(129)],), "tools", "a list of 129"),
