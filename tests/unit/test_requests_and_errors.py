@@ -15,6 +15,7 @@ from dflash2_ray.errors import (
     CheckpointError,
     ConfigError,
     ContextLengthExceeded,
+    DeadlinePassed,
     DFlash2Error,
     EngineError,
     InvalidRequest,
@@ -160,6 +161,7 @@ EVERY = [
     StepFailed("secret"),
     UnitLost("secret"),
     Stopping("secret"),
+    DeadlinePassed("secret"),
     DFlash2Error("secret"),
 ]
 HTTP = {
@@ -174,6 +176,7 @@ HTTP = {
     StepFailed: (500, "server_error", None),
     UnitLost: (503, "server_error", "service_unavailable"),
     Stopping: (503, "server_error", "service_unavailable"),
+    DeadlinePassed: (504, "server_error", "timeout"),
     DFlash2Error: (500, "server_error", None),
 }
 
