@@ -79,6 +79,14 @@ class ServiceConfig(BaseModel):
     max_num_seqs: int = Field(16, ge=1, le=1024, description="Requests that may run at once.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens of one step; default 512 or more.")
     max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
+    api_keys_file: str | None = Field(
+        None, description="Path of a file with one API key per line; keys in the environment variable DFLASH2_API_KEYS (separated by "
+        "commas) are added. Default: no key is asked for."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose pages may call the service from a browser, as a,b; `*` for all. Default: none."
+    )
+    max_body_bytes: int = Field(8 * MIB, ge=1, description="Largest HTTP request body; beyond it a 413.")
     request_timeout_s: float | None = Field(
         None, gt=0, description="How long an HTTP request may take in all, queue included; beyond it a 504. Default: no limit."
     )
@@ -98,6 +106,8 @@ class ServiceConfig(BaseModel):
                     near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else f". Known keys: {', '.join(sorted(cls.model_fields))}"
                     raise ValueError(f"unknown key {key!r}{hint}")
+                if key == "cors_origins" and isinstance(data[key], str):
+                    data = {**data, key: [origin.strip() for origin in data[key].split(",") if origin.strip()]}
                 if key in _LABELS and isinstance(data[key], str):
                     try:
                         data = {**data, key: read_labels([pair for pair in data[key].split(",") if pair])}

@@ -1,5 +1,6 @@
 """The Serve application: an ingress deployment in front of a unit deployment."""
 
+import functools
 import os
 from typing import Any
 
@@ -11,8 +12,9 @@ from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
 from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
+from dflash2_ray.serving.api_keys import read_key_digests
 from dflash2_ray.serving.ingress import Ingress
-from dflash2_ray.serving.routes import build_api
+from dflash2_ray.serving.routes import Guards, build_api
 
 _SHUTDOWN_TIMEOUT_S = 5.0
 _HEALTH_PERIOD_S = 2.0
@@ -41,8 +43,9 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
     )
+    guards = Guards(read_key_digests(config.api_keys_file), config.cors_origins, config.max_body_bytes)
     ingress: Any = serve.deployment(
-        serve.ingress(build_api)(Ingress),
+        serve.ingress(functools.partial(build_api, guards))(Ingress),
         name="ingress",
         num_replicas=config.num_ingress_replicas,
         max_ongoing_requests=config.num_replicas * in_flight + 128,
@@ -50,7 +53,7 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    application: Application = ingress.bind(config, unit.bind(config, placement), _http_url())
+    application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.key_digests))
     return application
 
 

@@ -3,14 +3,14 @@
 from typing import Any
 
 
-def banner(facts: dict[str, Any], url: str) -> str:
-    """`facts`: what the unit says of itself; `url`: where HTTP listens."""
+def banner(facts: dict[str, Any], url: str, num_keys: int = 0) -> str:
+    """`facts`: what the unit says of itself; `url`: where HTTP listens; `num_keys`: API keys that are taken."""
     config = facts["config"]
     tokens = config["num_speculative_tokens"]
     drafter = f"{config['drafter']} ({config['drafter_placement']})" if tokens else "none (plain decoding)"
     capacity = config["num_kv_pages"] * config["page_size"]
     lines = [
-        f"dflash2_ray serves {facts['model']} at {url}",
+        f"dflash2_ray serves {facts['model']} at {url} · " + (f"auth on, {num_keys} API keys" if num_keys else "auth off"),
         f"  dtype {config['dtype']} on {config['device']} · target ranks {config['tensor_parallel_size']} · drafter {drafter}",
         f"  num_speculative_tokens {tokens} · context {config['max_model_len']} tokens · KV capacity {capacity} tokens "
         f"({config['num_kv_pages']} pages, {config['kv_bytes'] / 2**20:.0f} MiB) · up to {config['max_num_seqs']} requests at once",

@@ -36,6 +36,7 @@ from dflash2_ray.serving.openai_api import (
     response_body,
     usage_of,
 )
+from dflash2_ray.serving.token_routes import detokenize, tokenize
 from dflash2_ray.text.text_side import each_choice
 
 logger = logging.getLogger("ray.serve")
@@ -52,16 +53,17 @@ def request_id_of(request: Request) -> str:
 class Ingress:
     """The routes. Serve builds it with the unit's handle; `serving.application` wraps it as the ingress deployment."""
 
-    async def __init__(self, config: ServiceConfig, unit: Any, http_url: str) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServiceConfig, unit: Any, http_url: str, num_keys: int = 0) -> None:  # type: ignore[misc]
         self._client = Client.from_handle(unit, config.generation_config, config.resume_timeout_s)
         self._strict = config.strict_fields
         self._timeout_s = config.request_timeout_s
         facts = await self._client.describe()
         self._text = await self._client.text()
+        self._max_model_len, self._vocab_size = int(facts["max_model_len"]), int(facts["vocab_size"])
         self._num_speculative_tokens = int(facts["config"]["num_speculative_tokens"])
         self._model = str(facts["model"])
         self._started = int(time.time())
-        for line in banner(facts, http_url).splitlines():
+        for line in banner(facts, http_url, num_keys).splitlines():
             logger.info(line)
 
     # ---- generation -------------------------------------------------------------------------------------------------
@@ -187,6 +189,16 @@ class Ingress:
         finally:
             await _close(streams)
         yield "data: [DONE]\n\n"
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """Token ids of a text or a conversation."""
+        return tokenize(self._text, await _json(request), self._max_model_len)
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        return detokenize(self._text, await _json(request), self._vocab_size)
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 

@@ -69,12 +69,12 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         raise InvalidRequest(
             f"stream_options may hold include_usage and continuous_usage_stats, got {options!r}", param="stream_options"
         )
-    stream = _flag(body, "stream")
+    stream = flag(body, "stream")
     if options and not stream:
         raise InvalidRequest("stream_options needs stream=true", param="stream_options")
     sampling = {name: value for name, value in body.items() if value is not None and name in BY_NAME and BY_NAME[name].sampling}
     sampling |= {name: body[name] for name in ("response_format", *TOOL_FIELDS) if body.get(name) is not None}
-    logprobs, echo = _logprobs(body, chat), _flag(body, "echo")
+    logprobs, echo = _logprobs(body, chat), flag(body, "echo")
     if logprobs is not None:
         sampling["logprobs"] = logprobs
         if echo:
@@ -94,10 +94,10 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         messages=_messages(body.get("messages")) if chat else None,
         sampling=sampling,
         stream=stream,
-        include_usage=_flag(options, "include_usage"),
-        continuous_usage=_flag(options, "continuous_usage_stats"),
-        return_token_ids=_flag(body, "return_token_ids"),
-        tokens_as_ids=_flag(body, "return_tokens_as_token_ids"),
+        include_usage=flag(options, "include_usage"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
+        return_token_ids=flag(body, "return_token_ids"),
+        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         echo=echo,
         logprobs=logprobs,
         ignored=ignored,
@@ -128,7 +128,7 @@ def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
         if isinstance(value, bool) or (value is not None and not isinstance(value, int)):
             raise InvalidRequest(f"logprobs must be an integer in [0, 20], got {_short(value)}", param="logprobs")
         return value
-    asked = _flag(body, "logprobs")
+    asked = flag(body, "logprobs")
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= 20):
         raise InvalidRequest(f"top_logprobs must be an integer in [0, 20], got {_short(top)}", param="top_logprobs")
     if top and not asked:
@@ -141,10 +141,11 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false; null means omitted. Raises InvalidRequest."""
     value = body.get(name)
     if value is None:
-        return False
+        return default
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} must be true or false, got {value!r}", param=name)
     return value

@@ -1,16 +1,25 @@
 """Which path leads where, and the OpenAI shape of errors that no route raised. Built inside each ingress replica."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from ray import serve
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from dflash2_ray import __version__
+from dflash2_ray.errors import DFlash2Error
+from dflash2_ray.serving.api_keys import ApiKeys
+from dflash2_ray.serving.body_limit import BodyLimit
 from dflash2_ray.serving.ingress import Ingress, request_id_of
 from dflash2_ray.serving.openai_api import error_body, plain_error
+from dflash2_ray.serving.openapi import body_of, responses
+from dflash2_ray.serving.options import request_schema
+from dflash2_ray.serving.processing_time import ProcessingTime
+from dflash2_ray.serving.token_routes import DETOKENIZE_SCHEMA, TOKENIZE_SCHEMA
 
 logger = logging.getLogger("ray.serve")
 
@@ -22,21 +31,47 @@ def _this_replica() -> Any:
 _INGRESS = Depends(_this_replica)
 
 
-def build_api() -> FastAPI:
+@dataclass(frozen=True)
+class Guards:
+    """What stands before the routes. key_digests: none means that no key is asked for; cors_origins: none means closed."""
+
+    key_digests: tuple[bytes, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 1024 * 1024
+
+
+def build_api(guards: Guards = Guards()) -> FastAPI:
     """The ASGI application of an ingress replica. Plain functions: no route depends on how Serve binds methods."""
-    api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None)
+    api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None, responses=responses())
+    api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
+    if guards.key_digests:
+        api.add_middleware(ApiKeys, digests=guards.key_digests)
+    if guards.cors_origins:
+        api.add_middleware(CORSMiddleware, allow_origins=list(guards.cors_origins), allow_methods=["*"], allow_headers=["*"])
+    api.add_middleware(ProcessingTime)
     api.add_exception_handler(HTTPException, _http_exception)  # type: ignore[arg-type]
+    api.add_exception_handler(DFlash2Error, _any_exception)  # type: ignore[arg-type]
     api.add_exception_handler(Exception, _any_exception)
 
-    @api.post("/v1/completions")
+    @api.post("/v1/completions", openapi_extra=body_of(request_schema(chat=False)))
     async def completions(request: Request, ingress: Any = _INGRESS) -> Response:
         """Complete one prompt or several."""
         return await _ingress(ingress).generate(request, chat=False)
 
-    @api.post("/v1/chat/completions")
+    @api.post("/v1/chat/completions", openapi_extra=body_of(request_schema(chat=True)))
     async def chat_completions(request: Request, ingress: Any = _INGRESS) -> Response:
         """Answer a conversation."""
         return await _ingress(ingress).generate(request, chat=True)
+
+    @api.post("/tokenize", openapi_extra=body_of(TOKENIZE_SCHEMA))
+    async def tokenize(request: Request, ingress: Any = _INGRESS) -> Any:
+        """Token ids of a text, or of messages in the chat template."""
+        return await _ingress(ingress).tokenize(request)
+
+    @api.post("/detokenize", openapi_extra=body_of(DETOKENIZE_SCHEMA))
+    async def detokenize(request: Request, ingress: Any = _INGRESS) -> Any:
+        """The text of token ids."""
+        return await _ingress(ingress).detokenize(request)
 
     @api.get("/v1/models")
     async def models(ingress: Any = _INGRESS) -> Any:

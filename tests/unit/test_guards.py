@@ -1,0 +1,119 @@
+"""What stands before the routes: keys, body limit, CORS, time; over ASGI, with no service behind."""
+
+import asyncio
+import hashlib
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from dflash2_ray.config import ServiceConfig
+from dflash2_ray.errors import ConfigError
+from dflash2_ray.serving.api_keys import ApiKeys, read_key_digests
+from dflash2_ray.serving.body_limit import BodyLimit
+from dflash2_ray.serving.processing_time import ProcessingTime
+from dflash2_ray.serving.routes import Guards, build_api
+
+
+def call(app, method="POST", path="/echo", **options):
+    async def one():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(one())
+
+
+def echo(catches=False):
+    api = FastAPI()
+
+    @api.post("/echo")
+    @api.get("/health")
+    async def route(request: Request):
+        try:
+            return {"size": len(await request.body())}
+        except Exception:
+            if catches:
+                return {"size": -1}
+            raise
+
+    return api
+
+
+def digests(*keys):
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_large_bodies_are_refused_announced_or_not(catches):
+    app = BodyLimit(echo(catches), max_bytes=10)
+
+    async def pieces(count):
+        for _ in range(count):
+            yield b"12345"
+
+    assert call(app, content=b"x" * 10).json() == {"size": 10}
+    assert call(app, content=pieces(2)).json() == {"size": 10}
+    for content in (b"x" * 11, pieces(3)):
+        answer = call(app, content=content)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        assert "10" in answer.json()["error"]["message"]
+
+
+def test_keys_are_asked_for():
+    app = ApiKeys(echo(), digests("one", "two"))
+    for key in ("one", "two"):
+        assert call(app, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Basic one"}, {"Authorization": "Bearer "}):
+        answer = call(app, headers=headers)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert "three" not in answer.text
+    assert call(app, "GET", "/health").status_code == 200
+
+
+def test_keys_come_from_file_and_environment(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nalpha\n\nbeta # the other\nalpha\n")
+    assert read_key_digests(str(path), {}) == digests("alpha", "beta")
+    assert read_key_digests(str(path), {"DFLASH2_API_KEYS": "gamma, ,alpha"}) == digests("gamma", "alpha", "beta")
+    assert read_key_digests(None, {}) == ()
+    path.write_text("# none\n")
+    with pytest.raises(ConfigError, match="expected one key per line"):
+        read_key_digests(str(path), {"DFLASH2_API_KEYS": "gamma"})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key_digests(str(tmp_path / "absent"), {})
+
+
+def test_cors_is_closed_unless_configured():
+    asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    closed = call(build_api(), "OPTIONS", "/v1/completions", headers=asks)
+    assert closed.status_code == 405
+    assert not any(name.startswith("access-control") for name in closed.headers)
+    api = build_api(Guards(digests("k"), ("http://page",), 100))
+    opened = call(api, "OPTIONS", "/v1/completions", headers=asks)
+    assert (opened.status_code, opened.headers["access-control-allow-origin"]) == (200, "http://page")
+    refused = call(api, path="/v1/completions", headers={"Origin": "http://page"})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://page")
+    other = call(api, path="/v1/completions", headers={"Origin": "http://other"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_time_to_the_headers_is_told():
+    assert int(call(ProcessingTime(echo())).headers["openai-processing-ms"]) >= 0
+
+
+def test_every_route_documents_its_errors():
+    for path, methods in build_api().openapi()["paths"].items():
+        for method, route in methods.items():
+            assert {"400", "401", "404", "405", "413", "429", "500", "503", "504"} <= set(route["responses"]), path
+            assert method == "get" or "requestBody" in route
+
+
+def test_config_keys():
+    config = ServiceConfig.from_keys({"cors_origins": "http://a, http://b", "strict_fields": True, "max_body_bytes": 5})
+    assert config.cors_origins == ("http://a", "http://b")
+    assert ServiceConfig.from_keys({"strict_fields": "true"}).strict_fields
+    for bad in ({"strict_fields": "perhaps"}, {"max_body_bytes": 0}, {"max_body_bytes": True}, {"request_timeout_s": 0}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            ServiceConfig.from_keys(bad)
