@@ -25,7 +25,13 @@ def free_port():
 
 @pytest.fixture(scope="session")
 def service():
-    """url, http (httpx.Client), settings; `wait_for(condition)` polls /server_info until the condition holds."""
+    """url, http (httpx.Client), settings; `wait_for(condition)` polls /server_info until the condition holds.
+
+    With DFLASH2_URL set it is the service that already runs there (tests/conformance/run).
+    """
+    if "DFLASH2_URL" in os.environ:
+        yield from connected(os.environ["DFLASH2_URL"])
+        return
     import ray
     from ray import serve
 
@@ -39,7 +45,14 @@ def service():
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(app(ServiceConfig(**SETTINGS)), name="default")
-    url = f"http://127.0.0.1:{port}"
+    yield from connected(f"http://127.0.0.1:{port}")
+    serve.delete("default")
+    serve.shutdown()
+    ray.shutdown()
+
+
+def connected(url):
+    """What the fixture `service` gives, for the service at `url`."""
     http = httpx.Client(base_url=url, timeout=120)
 
     def wait_for(condition, patience_s=60):
@@ -52,9 +65,6 @@ def service():
 
     yield SimpleNamespace(url=url, http=http, wait_for=wait_for, settings=SETTINGS)
     http.close()
-    serve.delete("default")
-    serve.shutdown()
-    ray.shutdown()
 
 
 @pytest.fixture
