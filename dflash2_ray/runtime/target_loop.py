@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dflash2_ray.config import EngineConfig
@@ -21,6 +21,7 @@ from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.planner import Load
 from dflash2_ray.core.request import Request
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
+from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
@@ -56,6 +57,7 @@ class TargetLoop:
             max_queued_requests=config.max_queued_requests,
         )
         self.control = self._build_control()
+        self.spec_counters = SpecCounters.of_width(config.num_speculative_tokens)
         self.num_steps = 0
         self.num_dropped_proposals = 0
         self._clock = clock
@@ -300,6 +302,7 @@ class TargetLoop:
                 rows += len(outcome.drafts)
                 tokens += outcome.num_accepted + 1
                 if outcome.drafts:
+                    self.spec_counters.record(len(outcome.drafts), outcome.num_accepted)
                     self.control.decided(len(outcome.drafts), outcome.num_accepted)
         if num_decoding == len(planned):
             self.control.verified(num_decoding, rows, seconds, tokens, draft_s)
@@ -329,6 +332,7 @@ class TargetLoop:
             "num_preemptions": self.scheduler.num_preemptions,
             "num_steps": self.num_steps,
             "num_dropped_proposals": self.num_dropped_proposals,
+            "spec_counters": asdict(self.spec_counters),
             "step_control": self.control.describe(),
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
@@ -336,6 +340,7 @@ class TargetLoop:
     def forget_history(self) -> None:
         """Set the counters of the loop back: what ran before was a warm-up."""
         self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0
+        self.spec_counters = SpecCounters.of_width(self.config.num_speculative_tokens)
 
     def close(self) -> None:
         """Release the drafter's side; the loop must not be stepped afterwards."""

@@ -24,6 +24,7 @@ from dflash2_ray.errors import DeadlinePassed, InvalidRequest
 from dflash2_ray.serving.banner import banner
 from dflash2_ray.serving.choice_writer import ChoiceWriter
 from dflash2_ray.serving.logprobs import LogprobsFormat
+from dflash2_ray.serving.metrics import CONTENT_TYPE, exposition
 from dflash2_ray.serving.openai_api import (
     SPECULATIVE_HEADER,
     ApiRequest,
@@ -221,8 +222,15 @@ class Ingress:
         return JSONResponse({"status": "degraded" if facts["degraded"] else "ready", "degraded": facts["degraded"]})
 
     async def server_info(self) -> dict[str, Any]:
-        """The resolved configuration and how full the engine is."""
-        return {"version": __version__, **await self._client.describe()}
+        """The resolved configuration and how full the engine is; `internal_states` is where SGLang's tools look."""
+        facts = await self._client.describe()
+        counted = facts["spec_counters"]
+        length = 1 + counted["num_accepted_tokens"] / counted["num_drafts"] if counted["num_drafts"] else None
+        return {"version": __version__, **facts, "internal_states": [{"avg_spec_accept_length": length}]}
+
+    async def metrics(self) -> Response:
+        """Prometheus text of the unit that answers."""
+        return Response(exposition(await self._client.describe()), media_type=CONTENT_TYPE)
 
 
 async def _json(request: Request) -> Any:

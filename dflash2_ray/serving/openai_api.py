@@ -34,6 +34,7 @@ class ApiRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    return_meta_info: bool
     tokens_as_ids: bool
     echo: bool
     logprobs: int | None
@@ -97,6 +98,7 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         include_usage=flag(options, "include_usage"),
         continuous_usage=flag(options, "continuous_usage_stats"),
         return_token_ids=flag(body, "return_token_ids"),
+        return_meta_info=flag(body, "return_meta_info"),
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         echo=echo,
         logprobs=logprobs,
@@ -263,6 +265,8 @@ def response_body(
             choice["text"] = echo.text + generation.text
         if asked.return_token_ids:
             choice["token_ids"] = generation.token_ids
+        if asked.return_meta_info:
+            choice["meta_info"] = meta_info(generation)
         if len(generations) > 1:
             choice["metrics"] = generation.metrics
         choices.append(choice)
@@ -270,6 +274,25 @@ def response_body(
     if len(generations) == 1:
         body["metrics"] = generations[0].metrics
     return body
+
+
+def meta_info(generation: Generation) -> dict[str, Any]:
+    """SGLang's `meta_info` of a choice: its acceptance length is completion tokens per verify step, the first token included."""
+    stats = generation.metrics["speculative_decoding"]
+    tokens, steps = generation.usage.completion_tokens, stats["num_spec_steps"] + stats["num_plain_steps"]
+    return {
+        "id": generation.request_id,
+        "finish_reason": {"type": generation.finish_reason},
+        "prompt_tokens": generation.usage.prompt_tokens,
+        "completion_tokens": tokens,
+        "e2e_latency": generation.metrics["timing"]["end_to_end_s"],
+        "spec_verify_ct": steps,
+        "spec_accept_length": tokens / steps if steps else None,
+        "spec_accept_rate": stats["draft_acceptance_rate"],
+        "spec_num_correct_drafts": stats["num_accepted_draft_tokens"],
+        "spec_num_proposed_drafts": stats["num_draft_tokens"],
+        "spec_correct_drafts_histogram": stats["acceptance_histogram"],
+    }
 
 
 def finish_reason_of(reason: str, called: bool) -> str:

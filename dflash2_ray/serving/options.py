@@ -81,6 +81,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("stream_options", "request", {"type": "object"}),
     Option("speculative", "request", {"type": "object"}),
     Option("return_token_ids", "request", _FLAG),
+    Option("return_meta_info", "request", _FLAG),
     Option("return_tokens_as_token_ids", "request", _FLAG),
     *(Option(name, "no effect", _ANY) for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")),
     _refused("best_of", 1),

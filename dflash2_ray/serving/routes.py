@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -92,6 +92,12 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
     async def server_info(ingress: Any = _INGRESS) -> Any:
         """The resolved configuration and how full the engine is."""
         return await _ingress(ingress).server_info()
+
+    @api.get("/metrics", response_class=PlainTextResponse)
+    @api.head("/metrics", include_in_schema=False)
+    async def metrics(ingress: Any = _INGRESS) -> Response:
+        """Counters and gauges for Prometheus."""
+        return await _ingress(ingress).metrics()
 
     return api
 

@@ -130,3 +130,16 @@ def test_b45_null_is_omitted_is_default(idle, name):
 def test_a_width_above_the_limit_is_clamped_and_told(idle):
     answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8, "speculative": {"num_speculative_tokens": 99}})
     assert answer.headers["x-dflash2-speculation"] == "on; k=7; reason=clamped"
+
+
+def test_what_tools_read(idle):
+    """SGLang's meta_info and server state, vLLM's counters."""
+    answer = idle.http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "return_meta_info": True}).json()
+    told, stats = answer["choices"][0]["meta_info"], answer["metrics"]["speculative_decoding"]
+    assert told["spec_verify_ct"] == stats["num_spec_steps"] + stats["num_plain_steps"] > 0
+    assert told["spec_accept_length"] == pytest.approx(20 / told["spec_verify_ct"])
+    assert told["spec_num_correct_drafts"] == stats["num_accepted_draft_tokens"] > 0
+    assert idle.http.get("/server_info").json()["internal_states"][0]["avg_spec_accept_length"] > 1
+    text = idle.http.get("/metrics").text
+    assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="dflash2-embedded"}' in text
+    assert idle.http.head("/metrics").status_code == 200

@@ -1,0 +1,27 @@
+"""How much was drafted and accepted since the start, counted per request and verify step as vLLM does: before a stop or limit cuts."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpecCounters:
+    """Only ever grow. accepted_per_position[i]: steps that accepted more than i drafts. A step without drafts counts nothing."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of_width(cls, num_speculative_tokens: int) -> "SpecCounters":
+        return cls(accepted_per_position=[0] * num_speculative_tokens)
+
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """One request's part of one verify step."""
+        if num_drafts == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
