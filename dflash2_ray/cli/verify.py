@@ -40,7 +40,7 @@ def verify(
     json_path: Annotated[str, typer.Option("--json", help="Write the report to this file (- for standard output).")] = "",
 ) -> None:
     """Prove greedy identity: plain = speculative, token for token, alone and in company. Exit code 1 if it does not hold."""
-    engine = build_engine(settings or [], max_num_seqs=concurrency)
+    engine = build_engine(settings or [], max_num_seqs=concurrency, draft_width="fixed")  # a width that follows the load may be none
     if engine.config.num_speculative_tokens == 0:
         raise ConfigError("drafter: nothing to verify, no drafter is configured; set `drafter`")
     bound = BOUNDS[engine.config.dtype] if margin is None else margin

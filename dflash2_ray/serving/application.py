@@ -1,6 +1,5 @@
 """The Serve application: an ingress deployment in front of a unit deployment."""
 
-import functools
 import os
 from typing import Any
 
@@ -14,7 +13,7 @@ from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, pla
 from dflash2_ray.engine.unit import Unit
 from dflash2_ray.serving.api_keys import read_key_digests
 from dflash2_ray.serving.ingress import Ingress
-from dflash2_ray.serving.routes import Guards, build_api
+from dflash2_ray.serving.routes import Guards, api_builder
 
 _SHUTDOWN_TIMEOUT_S = 5.0
 _HEALTH_PERIOD_S = 2.0
@@ -45,7 +44,7 @@ def build_application(config: ServiceConfig) -> Application:
     )
     guards = Guards(read_key_digests(config.api_keys_file), config.cors_origins, config.max_body_bytes)
     ingress: Any = serve.deployment(
-        serve.ingress(functools.partial(build_api, guards))(Ingress),
+        serve.ingress(api_builder(guards))(Ingress),
         name="ingress",
         num_replicas=config.num_ingress_replicas,
         max_ongoing_requests=config.num_replicas * in_flight + 128,

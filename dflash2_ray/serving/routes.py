@@ -1,6 +1,7 @@
 """Which path leads where, and the OpenAI shape of errors that no route raised. Built inside each ingress replica."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,15 @@ class Guards:
     key_digests: tuple[bytes, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 1024 * 1024
+
+
+def api_builder(guards: Guards) -> Callable[[], FastAPI]:
+    """What Serve calls inside a replica: it takes a plain function for a builder, and anything else for the application itself."""
+
+    def build() -> FastAPI:
+        return build_api(guards)
+
+    return build
 
 
 def build_api(guards: Guards = Guards()) -> FastAPI:

@@ -84,7 +84,7 @@ def test_verify_and_bench_report(tmp_path):
     runs = json.loads(report.read_text())["runs"]
     assert [one["num_equal"] for one in runs] == [6, 6, 6]
     assert runs[1]["num_accepted_draft_tokens"] > 0
-    done = run("bench", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
+    done = run("bench", "draft_width=fixed", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout[done.stdout.index("{") :])["results"]
     assert [row["concurrency"] for row in rows] == [1, 2]
