@@ -9,8 +9,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dflash2_ray.errors import ConfigError
 
@@ -79,6 +80,9 @@ class ServiceConfig(BaseModel):
     max_num_seqs: int = Field(16, ge=1, le=1024, description="Requests that may run at once.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens of one step; default 512 or more.")
     max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
+    max_queued_tokens: int = Field(
+        262_144, ge=1, description="Prompt tokens that may wait to be computed; beyond it a 429 (one request alone is always taken)."
+    )
     api_keys_file: str | None = Field(
         None, description="Path of a file with one API key per line; keys in the environment variable DFLASH2_API_KEYS (separated by "
         "commas) are added. Default: no key is asked for."
@@ -116,6 +120,15 @@ class ServiceConfig(BaseModel):
                 if isinstance(data[key], bool) and cls.model_fields[key].annotation is not bool:  # pydantic would take True for 1
                     raise ValueError(f"{key}: expected a number or a word, got {data[key]!r}")
         return data
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            parts = urlsplit(origin)
+            if origin != "*" and (not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+                raise ValueError(f"expected `*` or scheme://host[:port] without a path, got {origin!r}")
+        return origins
 
     @classmethod
     def from_keys(cls, keys: Mapping[str, Any]) -> "ServiceConfig":

@@ -4,11 +4,10 @@ It owns one loop and steps it in the caller's thread. It must not know actors or
 """
 
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ import torch
 from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
-from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.core.wire import unpack_error
 from dflash2_ray.errors import ConfigError, InvalidRequest
 from dflash2_ray.runtime.build import Blueprint, build_from_blueprint, draw_blueprint
 from dflash2_ray.runtime.warm_up import measure
 from dflash2_ray.text.assembly import TextAssembler
-from dflash2_ray.text.text_side import Messages, TextSide
+from dflash2_ray.text.text_side import Messages, Prepared, TextSide
 
 Progress = Callable[[str, float, float], None]
 _MEASURE_S = 1.0  # less than a service takes: whoever builds an `LLM` waits for it
@@ -64,13 +62,14 @@ class LLM:
 
         Sampling keywords have the names of the HTTP fields. Raises InvalidRequest before anything runs.
         """
-        return self._run(self._prompt_ids(prompts, prompt_token_ids), self._text.params(sampling), max_in_flight)
+        params = self._text.params(sampling)
+        return self._run([Prepared(list(ids), params) for ids in self._prompt_ids(prompts, prompt_token_ids)], max_in_flight)
 
     def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
         """Answer one conversation, or several."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prepared = [self._text.prepare(None, None, conversation, sampling) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run([ids for ids, _ in prepared], prepared[0][1] if prepared else self._text.params(sampling))
+        return self._run(prepared)
 
     def stream(
         self,
@@ -80,10 +79,10 @@ class LLM:
         **sampling: Any,
     ) -> Iterator[GenerationChunk]:
         """Chunks of one generation, one per step. Closing the iterator cancels the request."""
-        return self._stream(*self._text.prepare(prompt, prompt_token_ids, messages, sampling))
+        return self._stream(self._text.prepare(prompt, prompt_token_ids, messages, sampling))
 
-    def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[GenerationChunk]:
-        request_id, assembler = self._submit(ids, params)
+    def _stream(self, prepared: Prepared) -> Iterator[GenerationChunk]:
+        request_id, assembler = self._submit(prepared)
         try:
             finished = False
             while not finished:
@@ -98,20 +97,18 @@ class LLM:
 
     # ---- driving the loop -------------------------------------------------------------------------------------------
 
-    def _run(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_in_flight: int | None = None
-    ) -> list[Generation]:
-        choices = [(ids, choice) for ids in prompts for choice in params.choices()]
-        for ids, choice in choices:  # a bad one is told before any of the others runs
-            self._loop.check(RequestSpec("", tuple(ids), choice))
+    def _run(self, requests: Sequence[Prepared], max_in_flight: int | None = None) -> list[Generation]:
+        choices = [replace(one, params=choice) for one in requests for choice in one.params.choices()]
+        for choice in choices:  # a bad one is told before any of the others runs
+            self._loop.check(RequestSpec("", tuple(choice.token_ids), choice.params))
         waiting = deque(enumerate(choices))
         running: dict[str, tuple[int, TextAssembler]] = {}
         results: dict[int, Generation] = {}
         try:
             while waiting or running:
                 while waiting and self._loop.scheduler.has_room() and len(running) < (max_in_flight or len(choices)):
-                    index, (ids, choice) = waiting.popleft()
-                    request_id, assembler = self._submit(ids, choice)
+                    index, choice = waiting.popleft()
+                    request_id, assembler = self._submit(choice)
                     running[request_id] = (index, assembler)
                 self._drive()
                 for request_id in list(running):
@@ -128,12 +125,12 @@ class LLM:
                 self._forget(request_id)
         return [results[index] for index in range(len(choices))]
 
-    def _submit(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, TextAssembler]:
+    def _submit(self, request: Prepared) -> tuple[str, TextAssembler]:
         request_id = f"llm-{uuid.uuid4().hex}"
         with self._lock:
-            self._loop.add(RequestSpec(request_id, tuple(ids), params))
+            self._loop.add(RequestSpec(request_id, tuple(request.token_ids), request.params))
             self._inbox[request_id] = deque()
-        return request_id, TextAssembler(self.tokenizer, request_id, len(ids), time.perf_counter(), params)
+        return request_id, self._text.assembler(request_id, request)
 
     def _drive(self) -> None:
         """One step; its deltas go to whoever waits for them."""

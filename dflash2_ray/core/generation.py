@@ -30,7 +30,8 @@ class Generation:
 
     finish_reason: `stop` or `length`. stop_reason: the stop string or stop token id that ended it, None for end-of-text and limits.
     logprobs: where asked for, one (log-probability, ((token id, log-probability), …)) per token, of the target's own distribution;
-    prompt_logprobs: the same per prompt token, None for the first. metrics: the `metrics` object of an HTTP response, so
+    prompt_logprobs: the same per prompt token, None for the first. tool_calls: where tools were given, the calls in `text`, in the
+    form of the HTTP API. metrics: the `metrics` object of an HTTP response, so
     `metrics["speculative_decoding"]["acceptance_histogram"]`, and times in seconds under `metrics["timing"]`.
     """
 
@@ -42,6 +43,7 @@ class Generation:
     usage: Usage
     logprobs: list[Any] | None = None
     prompt_logprobs: list[Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
 

@@ -8,7 +8,6 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.engine.resume import ResumableRequest
 from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
-from dflash2_ray.text.assembly import TextAssembler
 from dflash2_ray.text.text_side import Messages, TextSide, each_choice
 
 UNIT_DEPLOYMENT = "unit"
@@ -125,7 +123,8 @@ class Client:
     ) -> AsyncIterator[GenerationChunk]:
         """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request."""
         await self.text()
-        request = self._prepare(prompt, messages, prompt_token_ids, sampling, request_id)
+        # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
+        request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id)
         while not request.finished:
             response: Any = self._handle.options(stream=True).generate.remote(request.attempt())
             try:
@@ -147,10 +146,10 @@ class Client:
         request_id: str | None,
     ) -> ResumableRequest:
         assert self._text is not None, "text files are fetched first"
-        ids, params = self._text.prepare(prompt, token_ids, messages, sampling)
+        prepared = self._text.prepare(prompt, token_ids, messages, sampling)
         request_id = request_id or f"client-{uuid.uuid4().hex}"
-        assembler = TextAssembler(self._text.tokenizer, request_id, len(ids), time.perf_counter(), params)
-        return ResumableRequest(RequestSpec(request_id, tuple(ids), params), assembler, self._resume_timeout_s)
+        spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params)
+        return ResumableRequest(spec, self._text.assembler(request_id, prepared), self._resume_timeout_s)
 
 
 # ---- blocking use: one event loop in a thread of its own ------------------------------------------------------------------

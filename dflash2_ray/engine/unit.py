@@ -16,11 +16,12 @@ from typing import Any
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
+from dflash2_ray.core.places import Place, Places
 from dflash2_ray.core.wire import merge_deltas, pack_error, unpack_spec
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
-from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
+from dflash2_ray.errors import DFlash2Error, Stopping, UnitLost
 
 logger = logging.getLogger("ray.serve")
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
@@ -55,7 +56,7 @@ class Unit:
             raise
         self.facts = self._group.facts
         self._target_folder = Path(self._group.target_folder)
-        self._limit = self.facts["config"]["max_num_seqs"] + self.facts["config"]["max_queued_requests"]
+        self._places = Places(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
         self._serving.set()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch_drafter())]
 
@@ -70,8 +71,10 @@ class Unit:
         request_id = spec["request_id"]
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         finished = False
+        place: Place | None = None
         try:
-            await self._admit(spec)
+            place = self._admit(spec)
+            await self._wait_for_ranks()
             group = self._group
             if request_id in self._streams:  # its client lost the connection and asks again
                 group.send({"abort": request_id})
@@ -83,27 +86,28 @@ class Unit:
                 while not queue.empty():  # the caller was slower than the engine: one item for all
                     item = _merged(item, queue.get_nowait())
                 finished = "refused" in item or item.get("finish_reason") is not None
+                place.started()
                 yield item
         except DFlash2Error as error:
             finished = True
             yield {"refused": pack_error(error)}
         finally:
+            if place is not None:
+                place.leave()
             if self._streams.get(request_id) is queue:
                 del self._streams[request_id]
                 if not finished and not group.lost.done():
                     with contextlib.suppress(UnitLost):
                         group.send({"abort": request_id})
 
-    async def _admit(self, spec: dict[str, Any]) -> None:
+    def _admit(self, spec: dict[str, Any]) -> Place:
         if self._stopping:
             raise Stopping("the unit is draining")
         unpacked = unpack_spec(spec)
         check_spec(unpacked, vocab_size=self.facts["vocab_size"], max_model_len=self.facts["max_model_len"])
-        if len(self._streams) >= self._limit:
-            raise Overloaded(
-                f"the queue is full: {len(self._streams)} requests run or wait (max_num_seqs + max_queued_requests = "
-                f"{self._limit}); retry later"
-            )
+        return self._places.enter(len(unpacked.prompt_token_ids) + len(unpacked.output_token_ids))
+
+    async def _wait_for_ranks(self) -> None:
         if not self._serving.is_set():
             try:
                 await asyncio.wait_for(self._serving.wait(), _HOLD_S)
@@ -207,7 +211,8 @@ class Unit:
         drafter = (group.pulse.get("drafter") or {}).get("connected", True) if keeper else None
         return {
             **await group.describe(),
-            "num_requests_in_flight": len(self._streams),
+            "num_requests_in_flight": self._places.num_requests,
+            "num_queued_tokens": self._places.num_queued_tokens,
             "generation": group.generation,
             "num_rebuilds": self._num_rebuilds,
             "last_rebuild_s": self._last_rebuild_s,

@@ -17,7 +17,7 @@ OPEN_PATHS = ("/health", "/ready")
 
 
 def read_key_digests(path: str | None, environment: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
-    """SHA-256 digests of the keys in the file (one per line, # begins a comment) and in the variable DFLASH2_API_KEYS (separated
+    """SHA-256 digests of the keys in the file (one per line; a line that begins with # is a comment) and in the variable DFLASH2_API_KEYS (separated
     by commas); none where neither is given. Raises ConfigError for a file that cannot be read or holds no key."""
     keys = [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
@@ -25,8 +25,8 @@ def read_key_digests(path: str | None, environment: Mapping[str, str] = os.envir
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_keys_file: {path!r} cannot be read: {type(error).__name__}") from None
-        own = [line.partition("#")[0].strip() for line in lines]
-        if not any(own):
+        own = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        if not own:
             raise ConfigError(f"api_keys_file: expected one key per line in {path!r}, got none")
         keys += own
     return tuple(dict.fromkeys(hashlib.sha256(key.encode()).digest() for key in keys if key))
@@ -40,7 +40,7 @@ class ApiKeys:
         self._digests = tuple(digests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not self._knows(header):
                 message = "Incorrect API key provided." if header else "You didn't provide an API key: send it as a bearer token in the Authorization header."

@@ -23,6 +23,7 @@ from dflash2_ray.engine.client import Client
 from dflash2_ray.errors import DeadlinePassed, InvalidRequest
 from dflash2_ray.serving.banner import banner
 from dflash2_ray.serving.choice_writer import ChoiceWriter
+from dflash2_ray.serving.failures import failure
 from dflash2_ray.serving.logprobs import LogprobsFormat
 from dflash2_ray.serving.metrics import CONTENT_TYPE, exposition
 from dflash2_ray.serving.openai_api import (
@@ -30,13 +31,14 @@ from dflash2_ray.serving.openai_api import (
     ApiRequest,
     Echo,
     Envelope,
+    check_model,
     chunk_choice,
-    error_body,
     plain_error,
     read_request,
     response_body,
     usage_of,
 )
+from dflash2_ray.serving.request_id import request_id_of
 from dflash2_ray.serving.token_routes import detokenize, tokenize
 from dflash2_ray.text.text_side import each_choice
 
@@ -44,11 +46,6 @@ logger = logging.getLogger("ray.serve")
 READY_TIMEOUT_S = 5.0
 _Item = TypeVar("_Item")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-def request_id_of(request: Request) -> str:
-    """The caller's x-request-id, or a new one."""
-    given = request.headers.get("x-request-id", "")
-    return given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
 
 
 class Ingress:
@@ -79,7 +76,7 @@ class Ingress:
             async with _until(deadline):
                 body = await _json(request)
                 header = request.headers.get(SPECULATIVE_HEADER)
-                asked = read_request(body, header, chat=chat, served_model=self._model, strict=self._strict)
+                asked = read_request(body, header, chat=chat, served_model=self._model, strict=self._strict, max_width=self._num_speculative_tokens)
                 assert asked.tool_use is None or chat, "tools are refused elsewhere"
                 streams = self._open(asked, request_id)
                 envelope = Envelope.new(request_id, self._model, chat)
@@ -97,10 +94,8 @@ class Ingress:
             raise
         except Exception as error:
             await _close(streams)
-            status, failure, error_headers = error_body(error, request_id)
-            if status >= 500:
-                logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
-            return JSONResponse(failure, status, headers=error_headers)
+            status, failed, error_headers = failure(error, request_id, chat=chat)
+            return JSONResponse(failed, status, headers=error_headers)
 
     def _open(self, asked: ApiRequest, request_id: str) -> list[AsyncIterator[GenerationChunk]]:
         """One stream per choice, the choices of a prompt side by side; nothing is submitted before its first item is asked for."""
@@ -185,8 +180,7 @@ class Ingress:
                     last["metrics"] = done[0].metrics
                 yield _event(last)
         except Exception as error:
-            logger.error("stream %s: %s: %s", envelope.id, type(error).__name__, error)
-            yield _event(error_body(error, envelope.id)[1])
+            yield _event(failure(error, envelope.id, chat=envelope.chat)[1])
         finally:
             await _close(streams)
         yield "data: [DONE]\n\n"
@@ -205,12 +199,18 @@ class Ingress:
 
     async def models(self) -> dict[str, Any]:
         """The `/v1/models` list."""
-        facts = await self._client.describe()
-        model = {
-            "id": self._model, "object": "model", "created": self._started, "owned_by": "dflash2_ray",
-            "max_model_len": facts["max_model_len"],
+        return {"object": "list", "data": [self._model_card()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One model by its name. Raises UnknownModel."""
+        check_model(name, self._model)
+        return self._model_card()
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model, "object": "model", "created": self._started, "owned_by": "dflash2_ray", "root": self._model,
+            "max_model_len": self._max_model_len,
         }
-        return {"object": "list", "data": [model]}
 
     async def ready(self) -> Response:
         """200 when a unit would take a request now, else 503; a unit without its drafter is ready, but degraded."""
@@ -234,10 +234,19 @@ class Ingress:
 
 
 async def _json(request: Request) -> Any:
+    """The parsed body. Raises InvalidRequest, also for text that cannot be sent back: half a surrogate pair."""
     try:
-        return json.loads(await request.body(), parse_constant=_no_constant)
+        text = (await request.body()).decode()
+        body = json.loads(text, parse_constant=_no_constant)
+        if "\\ud" in text.lower():
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("the body holds half a surrogate pair (\\ud800 to \\udfff), which is no text") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start}: {error.reason}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+    return body
 
 
 def _no_constant(name: str) -> Any:

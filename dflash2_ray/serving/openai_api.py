@@ -14,6 +14,7 @@ from dflash2_ray.core.generation import Generation, Usage
 from dflash2_ray.errors import InvalidRequest, RequestError, UnknownModel, http_error
 from dflash2_ray.serving.logprobs import LogprobsFormat
 from dflash2_ray.serving.options import BY_NAME, options_of
+from dflash2_ray.text.short import short
 from dflash2_ray.text.text_side import TOOL_FIELDS, tool_use
 from dflash2_ray.text.tool_calls import ToolCallParser, collect
 from dflash2_ray.text.tools import ToolUse
@@ -52,8 +53,8 @@ class ApiRequest:
         return int(self.sampling.get("n", 1))
 
 
-def read_request(body: Any, header: str | None, *, chat: bool, served_model: str, strict: bool = False) -> ApiRequest:
-    """Check a parsed body. `header`: the speculative header; `strict`: unknown fields are refused. Raises InvalidRequest or
+def read_request(body: Any, header: str | None, *, chat: bool, served_model: str, strict: bool = False, max_width: int = 2**31) -> ApiRequest:
+    """Check a parsed body. `header`: the speculative header; `strict`: unknown fields are refused; max_width: draft slots that can be had. Raises InvalidRequest or
     UnknownModel, naming the field."""
     if not isinstance(body, Mapping):
         raise InvalidRequest(f"the body must be a JSON object, got {type(body).__name__}")
@@ -62,13 +63,13 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         raise InvalidRequest(f"unknown fields: {', '.join(ignored)} (strict_fields is on)", param=ignored[0])
     model = body.get("model")
     if model is not None and not isinstance(model, str):
-        raise InvalidRequest(f"model must be a string, got {model!r}", param="model")
-    if model is not None and model != served_model:
-        raise UnknownModel(f"model {model!r} is not served here; expected {served_model!r}")
+        raise InvalidRequest(f"model must be a string, got {short(model)}", param="model")
+    if model is not None:
+        check_model(model, served_model)
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping) or set(options) - {"include_usage", "continuous_usage_stats"}:
         raise InvalidRequest(
-            f"stream_options may hold include_usage and continuous_usage_stats, got {options!r}", param="stream_options"
+            f"stream_options may hold include_usage and continuous_usage_stats, got {short(options)}", param="stream_options"
         )
     stream = flag(body, "stream")
     if options and not stream:
@@ -86,7 +87,7 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         sampling["max_tokens"] = body["max_completion_tokens"]
     if not chat:
         sampling.setdefault("max_tokens", 16)  # OpenAI's default for completions
-    width = _speculative(body.get("speculative"), header)
+    width = _speculative(body.get("speculative"), header, max_width)
     if width is not None:
         sampling["num_speculative_tokens"] = width
     return ApiRequest(
@@ -104,6 +105,12 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
         logprobs=logprobs,
         ignored=ignored,
     )
+
+
+def check_model(name: str, served_model: str) -> None:
+    """Raises UnknownModel unless it is the one that is served."""
+    if name != served_model:
+        raise UnknownModel(f"model {short(name)} is not served here; expected {served_model!r}")
 
 
 def _refuse_unoffered(body: Mapping[str, Any], chat: bool) -> tuple[str, ...]:
@@ -128,11 +135,11 @@ def _logprobs(body: Mapping[str, Any], chat: bool) -> int | None:
     value, top = body.get("logprobs"), body.get("top_logprobs")
     if not chat:
         if isinstance(value, bool) or (value is not None and not isinstance(value, int)):
-            raise InvalidRequest(f"logprobs must be an integer in [0, 20], got {_short(value)}", param="logprobs")
+            raise InvalidRequest(f"logprobs must be an integer in [0, 20], got {short(value)}", param="logprobs")
         return value
     asked = flag(body, "logprobs")
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= 20):
-        raise InvalidRequest(f"top_logprobs must be an integer in [0, 20], got {_short(top)}", param="top_logprobs")
+        raise InvalidRequest(f"top_logprobs must be an integer in [0, 20], got {short(top)}", param="top_logprobs")
     if top and not asked:
         raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
     return (top or 0) if asked else None
@@ -149,13 +156,13 @@ def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be true or false, got {value!r}", param=name)
+        raise InvalidRequest(f"{name} must be true or false, got {short(value)}", param=name)
     return value
 
 
 def _messages(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"messages must be a non-empty list, got {value!r}", param="messages")
+        raise InvalidRequest(f"messages must be a non-empty list, got {short(value)}", param="messages")
     return value
 
 
@@ -171,24 +178,31 @@ def _prompts(value: Any) -> tuple[Any, ...]:
         if not any(isinstance(one, (str, list, dict)) or one is None for one in value):
             return (value,)
     raise InvalidRequest(
-        f"prompt must be a string, a list of strings, a list of token ids, or a list of such lists, none empty; got {_short(value)}",
+        f"prompt must be a string, a list of strings, a list of token ids, or a list of such lists, none empty; got {short(value)}",
         param="prompt",
     )
 
 
-def _speculative(value: Any, header: str | None) -> int | None:
-    """Draft slots that the request asks for: 0 is off, None as configured. The body wins over the header."""
+def _speculative(value: Any, header: str | None, most: int) -> int | None:
+    """Draft slots that the request asks for: 0 is off, None as configured. The body wins over the header. More than `most` are
+    clamped later, and refused here if the request is strict about it."""
     if value is not None:
-        if not isinstance(value, Mapping) or set(value) - {"enabled", "num_speculative_tokens"}:
+        if not isinstance(value, Mapping) or set(value) - {"enabled", "num_speculative_tokens", "strict"}:
             raise InvalidRequest(
-                f"speculative may hold enabled and num_speculative_tokens, got {_short(value)}", param="speculative"
+                f"speculative may hold enabled, num_speculative_tokens and strict, got {short(value)}", param="speculative"
             )
-        if value.get("enabled") is not None and not isinstance(value["enabled"], bool):
-            raise InvalidRequest(f"speculative.enabled must be true or false, got {value['enabled']!r}", param="speculative.enabled")
+        for name in ("enabled", "strict"):
+            if value.get(name) is not None and not isinstance(value[name], bool):
+                raise InvalidRequest(f"speculative.{name} must be true or false, got {short(value[name])}", param=f"speculative.{name}")
         width = value.get("num_speculative_tokens")
         if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
             raise InvalidRequest(
-                f"speculative.num_speculative_tokens must be an integer from 0, got {width!r}",
+                f"speculative.num_speculative_tokens must be an integer from 0, got {short(width)}",
+                param="speculative.num_speculative_tokens",
+            )
+        if value.get("strict") and value.get("enabled") is not False and (width or 0) > most:
+            raise InvalidRequest(
+                f"speculative.num_speculative_tokens is at most {most} here, got {width} (speculative.strict is on)",
                 param="speculative.num_speculative_tokens",
             )
         return 0 if value.get("enabled") is False else width
@@ -199,12 +213,7 @@ def _speculative(value: Any, header: str | None) -> int | None:
         return 0
     if text.startswith("k=") and text[2:].isascii() and text[2:].isdigit():
         return int(text[2:])
-    raise InvalidRequest(f"header {SPECULATIVE_HEADER} must be off, on or k=N, got {header!r}", param=SPECULATIVE_HEADER)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise InvalidRequest(f"header {SPECULATIVE_HEADER} must be off, on or k=N, got {short(header)}", param=SPECULATIVE_HEADER)
 
 
 # ---- responses ------------------------------------------------------------------------------------------------------
@@ -273,6 +282,8 @@ def response_body(
     body = {**envelope.head(streaming=False), "choices": choices, "usage": usage_of(generations, asked.num_choices)}
     if len(generations) == 1:
         body["metrics"] = generations[0].metrics
+        if asked.return_meta_info:
+            body["meta_info"] = meta_info(generations[0])
     return body
 
 
@@ -318,15 +329,15 @@ def chunk_choice(
     return {**choice, "delta": delta}
 
 
-def error_body(error: BaseException, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """(status, body, headers) of an error, by the one table in `errors`."""
+def error_body(error: BaseException, request_id: str, *, chat: bool = False) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """(status, body, headers) of an error, by the one table in `errors`. chat: the prompt came as messages."""
     row = http_error(error)
     message = row.message or str(error)
     if row.message is not None:
         message = f"{row.message} Request id: {request_id}."
     code, param = row.code, None
     if isinstance(error, RequestError):
-        param, code = error.param, error.code or row.code
+        param, code = "messages" if chat and error.param == "prompt" else error.param, error.code or row.code
     headers = {}
     retry = getattr(error, "retry_after_s", 1.0 if row.status == 503 else None)
     if retry is not None:

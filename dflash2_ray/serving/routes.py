@@ -1,6 +1,5 @@
 """Which path leads where, and the OpenAI shape of errors that no route raised. Built inside each ingress replica."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,14 @@ from dflash2_ray import __version__
 from dflash2_ray.errors import DFlash2Error
 from dflash2_ray.serving.api_keys import ApiKeys
 from dflash2_ray.serving.body_limit import BodyLimit
-from dflash2_ray.serving.ingress import Ingress, request_id_of
-from dflash2_ray.serving.openai_api import error_body, plain_error
+from dflash2_ray.serving.failures import CatchAll, answer_of
+from dflash2_ray.serving.head_requests import HeadAsGet
+from dflash2_ray.serving.ingress import Ingress
+from dflash2_ray.serving.openai_api import plain_error
 from dflash2_ray.serving.openapi import body_of, responses
 from dflash2_ray.serving.options import request_schema
 from dflash2_ray.serving.processing_time import ProcessingTime
 from dflash2_ray.serving.token_routes import DETOKENIZE_SCHEMA, TOKENIZE_SCHEMA
-
-logger = logging.getLogger("ray.serve")
 
 
 def _this_replica() -> Any:
@@ -53,15 +52,16 @@ def api_builder(guards: Guards) -> Callable[[], FastAPI]:
 def build_api(guards: Guards = Guards()) -> FastAPI:
     """The ASGI application of an ingress replica. Plain functions: no route depends on how Serve binds methods."""
     api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None, responses=responses())
+    api.add_middleware(CatchAll)
     api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
     if guards.key_digests:
         api.add_middleware(ApiKeys, digests=guards.key_digests)
     if guards.cors_origins:
         api.add_middleware(CORSMiddleware, allow_origins=list(guards.cors_origins), allow_methods=["*"], allow_headers=["*"])
     api.add_middleware(ProcessingTime)
+    api.add_middleware(HeadAsGet)
     api.add_exception_handler(HTTPException, _http_exception)  # type: ignore[arg-type]
-    api.add_exception_handler(DFlash2Error, _any_exception)  # type: ignore[arg-type]
-    api.add_exception_handler(Exception, _any_exception)
+    api.add_exception_handler(DFlash2Error, _own_exception)  # type: ignore[arg-type]
 
     @api.post("/v1/completions", openapi_extra=body_of(request_schema(chat=False)))
     async def completions(request: Request, ingress: Any = _INGRESS) -> Response:
@@ -88,7 +88,12 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
         """The one model that is served."""
         return await _ingress(ingress).models()
 
-    @api.get("/health")
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str, ingress: Any = _INGRESS) -> Any:
+        """One model by its name."""
+        return await _ingress(ingress).model(name)
+
+    @api.get("/health", response_class=Response)
     async def health() -> Response:
         """This front is alive."""
         return Response(status_code=200)
@@ -104,7 +109,6 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
         return await _ingress(ingress).server_info()
 
     @api.get("/metrics", response_class=PlainTextResponse)
-    @api.head("/metrics", include_in_schema=False)
     async def metrics(ingress: Any = _INGRESS) -> Response:
         """Counters and gauges for Prometheus."""
         return await _ingress(ingress).metrics()
@@ -123,10 +127,5 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     return JSONResponse(plain_error(message, "invalid_request_error"), error.status_code, headers=error.headers)
 
 
-async def _any_exception(request: Request, error: Exception) -> Response:
-    """Whatever a route did not expect: a fixed sentence and the request id, or our own error in its own form."""
-    request_id = request_id_of(request)
-    status, body, headers = error_body(error, request_id)
-    if status >= 500:
-        logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
-    return JSONResponse(body, status, headers=headers)
+async def _own_exception(request: Request, error: DFlash2Error) -> Response:
+    return answer_of(request, error)

@@ -28,7 +28,7 @@ def tokenize(text: TextSide, body: Any, max_model_len: int) -> dict[str, Any]:
     if (prompt is None) == (messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if messages is not None:
-        ids = text.prepare(None, None, messages, {"tools": known.get("tools")})[0]
+        ids = text.prepare(None, None, messages, {"tools": known.get("tools")}).token_ids
     elif isinstance(prompt, str):
         ids = text.tokenizer.encode(prompt, flag(known, "add_special_tokens", True))
     else:

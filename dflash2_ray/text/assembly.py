@@ -6,6 +6,7 @@ counted. Whoever drives the engine cancels a request whose chunk has a finish re
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from dflash2_ray.core.generation import Generation, GenerationChunk, Usage
 from dflash2_ray.core.messages import RequestDelta, SpeculationStats, StepCount, TokenLogprobs
@@ -13,15 +14,24 @@ from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.text.detokenizer import Detokenizer
 from dflash2_ray.text.stop_matcher import StopMatcher
 from dflash2_ray.text.tokenizer import Tokenizer
+from dflash2_ray.text.tool_calls import ToolCallParser, collect
+from dflash2_ray.text.tools import ToolUse
 
 
 class TextAssembler:
-    """`started`: `time.perf_counter()` when the request was submitted."""
+    """`started`: `time.perf_counter()` when the request was submitted; tools: what the text may call."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request_id: str, num_prompt_tokens: int, started: float, params: SamplingParams | None = None
+        self,
+        tokenizer: Tokenizer,
+        request_id: str,
+        num_prompt_tokens: int,
+        started: float,
+        params: SamplingParams | None = None,
+        tools: ToolUse | None = None,
     ) -> None:
         self._params = params or SamplingParams()
+        self._tools = tools
         self._detokenizer = Detokenizer(tokenizer, self._params.skip_special_tokens)
         self._stops = StopMatcher(self._params.stop, self._params.include_stop_str_in_output) if self._params.stop else None
         self._request_id = request_id
@@ -90,9 +100,11 @@ class TextAssembler:
             "end_to_end_s": now - self._started,
         }
         assert self._stats is not None, "every push counts"
+        text = "".join(self._text)
         return Generation(
             request_id=self._request_id,
-            text="".join(self._text),
+            text=text,
+            tool_calls=self._calls(text),
             token_ids=self._token_ids,
             finish_reason=delta.finish_reason or "stop",
             stop_reason=stop_reason,
@@ -101,6 +113,13 @@ class TextAssembler:
             prompt_logprobs=list(self._prompt_logprobs) if self._prompt_logprobs is not None else None,
             metrics={"speculative_decoding": self._stats.as_dict(), "timing": timing},
         )
+
+
+    def _calls(self, text: str) -> list[dict[str, Any]] | None:
+        if self._tools is None:
+            return None
+        parser = ToolCallParser(self._request_id, self._tools.max_calls)
+        return collect([*parser.push(text), *parser.finish()])[1]
 
 
 def _cut(steps: tuple[StepCount, ...], num_tokens: int) -> tuple[StepCount, ...]:

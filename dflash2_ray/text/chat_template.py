@@ -11,11 +11,11 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
 
 from dflash2_ray.errors import CheckpointError, ConfigError, InvalidRequest
 from dflash2_ray.text.json_file import read_json_object
-from dflash2_ray.text.short import short
+from dflash2_ray.text.short import cut, short
+from dflash2_ray.text.template_sandbox import LimitedSandbox
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -25,7 +25,8 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
-        self._template = None if source is None else _compile(source)
+        self._sandbox = _sandbox()
+        self._template = None if source is None else self._sandbox.from_string(source)
         self._shows_tools = source is not None and "tools" in source
 
     @classmethod
@@ -55,11 +56,10 @@ class ChatTemplate:
         if tools and not self._shows_tools:
             raise InvalidRequest("this model's chat template does not show tools; start the service with chat_template=PATH", param="tools")
         try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=True, tools=tools, documents=None, **self._special_tokens
-            )
+            variables = {"messages": turns, "add_generation_prompt": True, "tools": tools, "documents": None}
+            return self._sandbox.run(self._template, {**variables, **self._special_tokens})
         except Exception as error:  # a template is a program: whatever it raises, these messages made it do so
-            raise InvalidRequest(f"messages: the chat template refuses them: {error}", param="messages") from None
+            raise InvalidRequest(f"messages: the chat template refuses them: {cut(str(error), 300)}", param="messages") from None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -145,16 +145,14 @@ def _source(folder: Path, settings: Mapping[str, Any], override: str | None) -> 
     return template if isinstance(template, str) else None
 
 
-def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
+def _sandbox() -> LimitedSandbox:
+    environment = LimitedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     environment.filters["tojson"] = lambda value, indent=None, **options: json.dumps(
         value, ensure_ascii=options.get("ensure_ascii", False), indent=indent
     )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(source)
+    return environment
 
 
 def _raise(message: str) -> None:

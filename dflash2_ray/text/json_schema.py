@@ -28,8 +28,13 @@ _AT_THE_ROOT = {"$id"}
 _KEYWORDS = _NAMED_SCHEMAS | _LISTED_SCHEMAS | _ONE_SCHEMA | _VALUES | _NOTES
 
 
-def checked_schema(schema: Any, path: str) -> str:
-    """`schema` serialised, keys in their order. path: its field in the request.
+# How the values of a schema are written. White space without end would let a model that likes it fill its budget with nothing else.
+COMPACT_OR_INDENTED: dict[str, Any] = {"whitespace_pattern": r"[ ]|\n[ \t]{0,40}"}
+AS_TEMPLATES_WRITE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def checked_schema(schema: Any, path: str, writing: dict[str, Any] = COMPACT_OR_INDENTED) -> str:
+    """`schema` serialised, keys in their order, with llguidance's options for `writing`. path: its field in the request.
 
     Raises InvalidRequest with the path of what is malformed or cannot be enforced, for more than 256 KiB of JSON, and for
     schemas nested more than 64 deep.
@@ -44,6 +49,7 @@ def checked_schema(schema: Any, path: str) -> str:
     if size > MAX_SCHEMA_BYTES:
         raise InvalidRequest(f"{path} has {size} bytes, at most {MAX_SCHEMA_BYTES} are taken", param=path)
     _check(schema, path, 1, root=True)
+    text = json.dumps({**schema, "x-guidance": writing}, separators=(",", ":"), ensure_ascii=False)
     refuse_invalid(llguidance.LLMatcher.grammar_from_json_schema(text), path)
     return text
 

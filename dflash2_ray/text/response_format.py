@@ -36,7 +36,7 @@ def response_grammar(response_format: Any) -> str | None:
         _only(form, "response_format", {"type", "regex", "pattern"})
         return _regex(form)
     _only(form, "response_format", {"type"})
-    return None if kind == "text" else llguidance.LLMatcher.grammar_from_json_schema('{"type":"object"}')
+    return None if kind == "text" else llguidance.LLMatcher.grammar_from_json_schema(checked_schema({"type": "object"}, "response_format"))
 
 
 def _json_schema(form: dict[str, Any]) -> str:

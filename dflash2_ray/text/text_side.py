@@ -1,13 +1,15 @@
 """Everything textual about one target: tokenizer, chat template, sampling defaults. `LLM` and `Client` share it."""
 
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.errors import InvalidRequest
+from dflash2_ray.text.assembly import TextAssembler
 from dflash2_ray.text.chat_template import ChatTemplate
 from dflash2_ray.text.generation_defaults import read_generation_defaults
 from dflash2_ray.text.response_format import response_grammar
@@ -17,6 +19,15 @@ from dflash2_ray.text.tools import ToolUse, parse_tools
 
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as an engine takes it. tools: what the answer may call, None where calls are not looked for."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    tools: ToolUse | None = None
 
 
 class TextSide:
@@ -39,8 +50,8 @@ class TextSide:
 
     def prepare(
         self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None, sampling: Mapping[str, Any]
-    ) -> tuple[list[int], SamplingParams]:
-        """Token ids of whichever of the three is given, and its options. Raises InvalidRequest, also unless it is exactly one."""
+    ) -> Prepared:
+        """Whichever of the three is given, and its options. Raises InvalidRequest, also unless it is exactly one."""
         use, sampling = tool_use(sampling)
         if use is not None and messages is None:
             raise InvalidRequest("tools need messages", param="tools")
@@ -50,7 +61,12 @@ class TextSide:
             if params.grammar is not None:
                 raise InvalidRequest("response_format contradicts a tool_choice that must call a tool", param="response_format")
             params = replace(params, grammar=grammar)
-        return self.prompt_ids(prompt, token_ids, messages, use), params
+        callable_ = use if use is not None and use.max_calls != 0 else None
+        return Prepared(self.prompt_ids(prompt, token_ids, messages, use), params, callable_)
+
+    def assembler(self, request_id: str, request: Prepared) -> TextAssembler:
+        """What turns the request's deltas into text, from now on."""
+        return TextAssembler(self.tokenizer, request_id, len(request.token_ids), time.perf_counter(), request.params, request.tools)
 
     def prompt_ids(
         self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None, use: ToolUse | None = None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tokenizers
 
-from dflash2_ray.errors import CheckpointError
+from dflash2_ray.errors import CheckpointError, InvalidRequest
 
 
 class Tokenizer:
@@ -28,8 +28,14 @@ class Tokenizer:
             raise CheckpointError(f"tokenizer: {path} cannot be read: {error}") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special_tokens`: a leading BOS where the model has one (not behind a chat template)."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of `text`. `add_special_tokens`: a leading BOS where the model has one (not behind a chat template).
+
+        Raises InvalidRequest for half a surrogate pair, which no UTF-8 can hold.
+        """
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:  # what the library says of a str that it cannot take
+            raise InvalidRequest("prompt: holds half a surrogate pair (\\ud800 to \\udfff), which is no text", param="prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that form no character become U+FFFD."""

@@ -7,7 +7,7 @@ import json
 
 import llguidance
 
-from dflash2_ray.text.json_schema import checked_schema, refuse_invalid
+from dflash2_ray.text.json_schema import AS_TEMPLATES_WRITE, checked_schema, refuse_invalid
 from dflash2_ray.text.tool_calls import CLOSE, OPEN
 from dflash2_ray.text.tools import ToolUse, parameters_of
 
@@ -21,7 +21,7 @@ def tool_grammar(use: ToolUse | None) -> str | None:
     if use is None or not use.must_call:
         return None
     schemas = {
-        tool["function"]["name"]: checked_schema(parameters_of(tool), f"tools[{index}].function.parameters")
+        tool["function"]["name"]: checked_schema(parameters_of(tool), f"tools[{index}].function.parameters", AS_TEMPLATES_WRITE)
         for index, tool in enumerate(use.tools)
         if use.name in (None, tool["function"]["name"])
     }

@@ -1,5 +1,7 @@
 """`LLM` as its user meets it: inputs, streams, cancellation, and bad input that disturbs nothing."""
 
+import json
+
 import pytest
 
 from dflash2_ray.errors import ContextLengthExceeded, InvalidRequest
@@ -71,3 +73,19 @@ def test_bad_input_is_told_before_anything_runs(embedded, arguments, kind):
             engine.generate(**arguments)
     assert engine.describe()["num_steps"] == steps
     assert engine.generate("a", max_tokens=2)[0].finish_reason in ("length", "stop")
+
+
+def test_calls_of_tools_are_read_out_of_the_text(embedded):
+    engine = embedded(max_num_seqs=4)
+    parameters = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "get_time", "parameters": parameters}}]
+    chat = [{"role": "user", "content": "What time is it?"}]
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
+    (one,) = engine.chat(chat, **options)
+    (call,) = one.tool_calls
+    assert call["function"]["name"] == "get_time"
+    assert json.loads(call["function"]["arguments"])["zone"] in ("UTC", "CET")
+    assert one.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    assert engine.chat(chat, **options, num_speculative_tokens=0)[0].text == one.text
+    assert engine.chat(chat, temperature=0, max_tokens=4)[0].tool_calls is None
+    assert engine.chat(chat, tools=tools, temperature=0, max_tokens=4)[0].tool_calls == []

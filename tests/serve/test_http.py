@@ -256,6 +256,15 @@ def test_neutral_values_of_other_options_are_accepted(idle):
     assert idle.http.post("/v1/completions", json=body).status_code == 200
 
 
+def test_half_a_surrogate_pair_is_a_400(idle):
+    bodies = [b'{"prompt": "a\\ud800b"}', b'{"prompt": "a", "stop": ["\\uDFFF"]}', b'{"prompt": "a\xed\xa0\x80"}', b'{"prompt": "\xff"}']
+    for body in bodies:
+        answer = idle.http.post("/v1/completions", content=body)
+        assert answer.status_code == 400, body
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert idle.http.post("/v1/completions", content=b'{"prompt": "\\ud83e\\udd99", "max_tokens": 1}').status_code == 200
+
+
 def test_request_id_is_echoed(idle):
     answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "abc"})
     assert answer.headers["x-request-id"] == "abc"

@@ -1,8 +1,10 @@
 """Cancellation, overload, the Python client, and the loss of a rank, on a real service."""
 
+import contextlib
 import json
 import os
 import signal
+import threading
 
 import httpx
 import pytest
@@ -36,8 +38,22 @@ def test_a_client_that_leaves_frees_its_request(idle):
     assert info["num_free_pages"] == info["num_pages"]
 
 
+def test_a_client_that_waits_for_a_whole_answer_and_leaves_frees_its_request(idle):
+    """Running and queued: neither has got a byte of its answer."""
+    clients = [httpx.Client(base_url=idle.url, timeout=120) for _ in range(idle.settings["max_num_seqs"] + 1)]
+    threads = [threading.Thread(target=_quietly_whole, args=(client,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    idle.wait_for(lambda info: info["num_requests_running"] == len(clients) - 1 and info["num_requests_waiting"] == 1)
+    for client in clients:
+        client.close()
+    info = idle.wait_for(lambda info: info["num_requests_in_flight"] == 0)
+    assert info["num_free_pages"] == info["num_pages"]
+    for thread in threads:
+        thread.join(30)
+
+
 def test_a_client_that_leaves_the_queue_frees_its_place(idle):
-    import threading
 
     runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
     for runner in runners:
@@ -54,6 +70,11 @@ def test_a_client_that_leaves_the_queue_frees_its_place(idle):
     waiting.join(30)
 
 
+def _quietly_whole(client):
+    with contextlib.suppress(httpx.HTTPError, RuntimeError):  # its connection is closed under it
+        client.post("/v1/completions", json={**LONG, "stream": False})
+
+
 def _swallow(client):
     with client.stream("POST", "/v1/completions", json=LONG) as response:
         for _ in response.iter_lines():
@@ -61,7 +82,6 @@ def _swallow(client):
 
 
 def test_a_full_queue_is_a_429(idle):
-    import threading
 
     runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
     for runner in runners:

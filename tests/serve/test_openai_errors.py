@@ -178,7 +178,7 @@ def keyed(service, tmp_path_factory):
 
 @pytest.mark.parametrize("key", ["sk-wrong", "", "é", KEY + "x", KEY[:-1]], ids=["wrong", "empty", "not-ascii", "longer", "shorter"])
 def test_a_wrong_key_is_a_401(keyed, service, key):
-    answer = service.http.post(f"{keyed}/v1/chat/completions", json=HI, headers={"authorization": f"Bearer {key}".encode()})
+    answer = service.http.post(f"{keyed}/v1/chat/completions", json=HI, headers={"authorization": f"Bearer {key}".strip().encode()})
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     error = is_ours(answer)

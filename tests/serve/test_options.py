@@ -127,6 +127,15 @@ def test_b45_null_is_omitted_is_default(idle, name):
         assert texts[0] == texts[1] == texts[2]
 
 
+def test_strict_speculation_refuses_what_would_be_clamped(idle):
+    body = {"prompt": "a", "max_tokens": 2, "speculative": {"num_speculative_tokens": 99, "strict": True}}
+    answer = idle.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "speculative.num_speculative_tokens")
+    assert "at most 7" in answer.json()["error"]["message"]
+    for fine in ({"num_speculative_tokens": 7, "strict": True}, {"enabled": False, "num_speculative_tokens": 99, "strict": True}, {"strict": True}):
+        assert idle.http.post("/v1/completions", json={**body, "speculative": fine}).status_code == 200
+
+
 def test_a_width_above_the_limit_is_clamped_and_told(idle):
     answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8, "speculative": {"num_speculative_tokens": 99}})
     assert answer.headers["x-dflash2-speculation"] == "on; k=7; reason=clamped"

@@ -56,6 +56,26 @@ def test_renders_as_transformers_does(folder, source, messages):
     assert ChatTemplate.from_folder(folder).render(messages) == expected
 
 
+def test_a_template_has_an_end():
+    """Time and size are those of the messages' making: the same template renders others."""
+    slow = ChatTemplate("{% for a in messages %}{% for b in messages %}{% set x = b.content %}{% endfor %}{% endfor %}ok", {})
+    assert slow.render(HELLO * 10) == "ok"
+    with pytest.raises(InvalidRequest, match=r"longer than 2 s") as caught:
+        slow.render(HELLO * 20_000)
+    assert caught.value.param == "messages"
+    wordy = ChatTemplate("{% for a in messages %}{% for b in messages %}{{ b.content }}{% endfor %}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="more than 16777216 characters"):
+        wordy.render([{"role": "user", "content": "x" * 200_000}] * 10)
+    assert wordy.render(HELLO) == "Hello"
+
+
+def test_a_long_complaint_of_a_template_is_cut():
+    loud = ChatTemplate("{{ raise_exception(messages[0].content) }}", {})
+    with pytest.raises(InvalidRequest) as caught:
+        loud.render([{"role": "user", "content": "x" * 10_000}])
+    assert len(str(caught.value)) < 400
+
+
 def test_the_clock_is_offered():
     assert len(ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}).render(HELLO)) == 10
 

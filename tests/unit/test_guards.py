@@ -74,9 +74,9 @@ def test_keys_are_asked_for():
 
 def test_keys_come_from_file_and_environment(tmp_path):
     path = tmp_path / "keys"
-    path.write_text("# ours\nalpha\n\nbeta # the other\nalpha\n")
-    assert read_key_digests(str(path), {}) == digests("alpha", "beta")
-    assert read_key_digests(str(path), {"DFLASH2_API_KEYS": "gamma, ,alpha"}) == digests("gamma", "alpha", "beta")
+    path.write_text("# ours\nalpha\n\nbe#ta\nalpha\n")
+    assert read_key_digests(str(path), {}) == digests("alpha", "be#ta")
+    assert read_key_digests(str(path), {"DFLASH2_API_KEYS": "gamma, ,alpha"}) == digests("gamma", "alpha", "be#ta")
     assert read_key_digests(None, {}) == ()
     path.write_text("# none\n")
     with pytest.raises(ConfigError, match="expected one key per line"):
@@ -103,6 +103,47 @@ def test_the_time_to_the_headers_is_told():
     assert int(call(ProcessingTime(echo())).headers["openai-processing-ms"]) >= 0
 
 
+def failing(**guards):
+    """Our application with a route that raises."""
+    api = build_api(Guards(**guards))
+
+    @api.get("/broken")
+    async def broken():
+        raise ValueError("the user's own words")
+
+    return api
+
+
+def test_what_nobody_expected_is_a_500_without_a_word_of_the_user(caplog):
+    api = failing(cors_origins=("http://page",))
+    answer = call(api, "GET", "/broken", headers={"Origin": "http://page", "x-request-id": "r-1"})
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "The service failed on this request. Request id: r-1.", "type": "server_error", "param": None, "code": None,
+    }
+    assert answer.headers["access-control-allow-origin"] == "http://page"
+    assert int(answer.headers["openai-processing-ms"]) >= 0
+    assert "ValueError at" in caplog.text
+    assert "own words" not in caplog.text
+
+
+def test_head_is_get_without_a_body():
+    api = build_api()
+    answer = call(api, "HEAD", "/health")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert call(api, "HEAD", "/v1/completions").status_code == 405
+    assert call(api, "HEAD", "/nope").status_code == 404
+    assert call(api, "DELETE", "/metrics").headers["allow"] == "GET"
+
+
+def test_keys_know_their_open_paths_behind_a_prefix():
+    outer = FastAPI()
+    outer.mount("/app", ApiKeys(echo(), digests("one")))
+    assert call(outer, "GET", "/app/health").status_code == 200
+    assert call(outer, "POST", "/app/echo").status_code == 401
+    assert call(ApiKeys(echo(), digests("one")), "POST", "/app/health").status_code == 401
+
+
 def test_every_route_documents_its_errors():
     for path, methods in build_api().openapi()["paths"].items():
         for method, route in methods.items():
@@ -114,6 +155,11 @@ def test_config_keys():
     config = ServiceConfig.from_keys({"cors_origins": "http://a, http://b", "strict_fields": True, "max_body_bytes": 5})
     assert config.cors_origins == ("http://a", "http://b")
     assert ServiceConfig.from_keys({"strict_fields": "true"}).strict_fields
-    for bad in ({"strict_fields": "perhaps"}, {"max_body_bytes": 0}, {"max_body_bytes": True}, {"request_timeout_s": 0}):
+    for good in ("*", "http://localhost:3000", "https://a.example,null://x"):
+        assert ServiceConfig.from_keys({"cors_origins": good}).cors_origins
+    for origin in ("a.example", "https://a.example/", "https://a.example/x", "http://", "https://a?b", " "):
+        with pytest.raises(ConfigError, match="cors_origins"):
+            ServiceConfig.from_keys({"cors_origins": (origin,)})
+    for bad in ({"max_queued_tokens": 0}, {"strict_fields": "perhaps"}, {"max_body_bytes": 0}, {"max_body_bytes": True}, {"request_timeout_s": 0}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             ServiceConfig.from_keys(bad)

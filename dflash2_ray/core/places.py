@@ -1,0 +1,77 @@
+"""How many requests a unit takes in: bounded by number, and by the prompt tokens that wait to be computed."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from dflash2_ray.errors import Overloaded
+
+_SHORTEST_S, _LONGEST_S = 0.1, 60.0  # of what a refused client is told to wait
+_UNMEASURED_S = 1.0
+_NUM_MEASURED = 32
+
+
+class Places:
+    """max_requests: that run or wait. max_queued_tokens: prompt tokens of those without a first token; one request alone always fits.
+
+    clock: seconds.
+    """
+
+    def __init__(self, max_requests: int, max_queued_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_requests = 0
+        self.num_queued_tokens = 0
+        self._max_requests = max_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._clock = clock
+        self._freed: deque[float] = deque(maxlen=_NUM_MEASURED)  # when requests left
+        self._num_refused = 0  # since places were last free for all
+
+    def enter(self, num_tokens: int) -> "Place":
+        """A place for a prompt of `num_tokens`. Raises Overloaded with the time after which one should be free, by the rate at which
+        requests have left lately; the second that is refused is told to wait for the second place, and so on."""
+        if self.num_requests >= self._max_requests:
+            what = f"{self.num_requests} requests run or wait (max_num_seqs + max_queued_requests = {self._max_requests})"
+        elif self.num_queued_tokens and self.num_queued_tokens + num_tokens > self._max_queued_tokens:
+            what = (
+                f"{self.num_queued_tokens} prompt tokens wait, {num_tokens} more are beyond max_queued_tokens={self._max_queued_tokens}"
+            )
+        else:
+            self._num_refused = 0
+            return Place(self, num_tokens)
+        self._num_refused += 1
+        raise Overloaded(f"the queue is full: {what}; retry later", retry_after_s=self._retry_after_s())
+
+    def left(self) -> None:
+        """A place was freed."""
+        self._freed.append(self._clock())
+        self._num_refused = max(0, self._num_refused - 1)
+
+    def _retry_after_s(self) -> float:
+        now = self._clock()
+        lately = [at for at in self._freed if now - at <= _LONGEST_S]
+        interval = (now - lately[0]) / len(lately) if lately else _UNMEASURED_S
+        return min(max(interval * self._num_refused, _SHORTEST_S), _LONGEST_S)
+
+
+class Place:
+    """One request's. `started`: it has its first token; `leave`: it is over. Both may be said again."""
+
+    def __init__(self, places: Places, num_tokens: int) -> None:
+        self._places = places
+        self._num_tokens = num_tokens
+        self._taken = True
+        places.num_requests += 1
+        places.num_queued_tokens += num_tokens
+
+    def started(self) -> None:
+        """Its prompt waits no more."""
+        self._places.num_queued_tokens -= self._num_tokens
+        self._num_tokens = 0
+
+    def leave(self) -> None:
+        """Free it."""
+        if self._taken:
+            self._taken = False
+            self.started()
+            self._places.num_requests -= 1
+            self._places.left()
