@@ -306,7 +306,7 @@ CHOICES = ["required", {"type": "function", "function": {"name": "report_weather
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_a_tool_must_be_called(client, choice):
-    answer = client.chat.completions.create(**{**GREEDY, "max_tokens": 200}, tools=[WEATHER_TOOL], tool_choice=choice)
+    answer = client.chat.completions.create(**{**GREEDY, "max_tokens": 200}, tools=[WEATHER_TOOL], tool_choice=choice, parallel_tool_calls=False)
     chosen = answer.choices[0]
     calls = chosen.message.tool_calls
     assert chosen.finish_reason == "tool_calls" or (choice != "required" and chosen.finish_reason == "stop")
@@ -324,7 +324,7 @@ def test_a_tool_must_be_called(client, choice):
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_streamed_tool_calls(client, choice):
-    asked = {**GREEDY, "max_tokens": 200, "tools": [WEATHER_TOOL], "tool_choice": choice}
+    asked = {**GREEDY, "max_tokens": 200, "tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
     whole = client.chat.completions.create(**asked).choices[0]
     names, ids, arguments = {}, {}, defaultdict(str)
     reasons = []
@@ -359,7 +359,7 @@ def test_parse_into_a_pydantic_model(client):
     with client.chat.completions.stream(**asked) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
-    schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": Weather.model_json_schema()}}
+    schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": {**Weather.model_json_schema(), "additionalProperties": False}}}
     plain = client.chat.completions.create(
         **{**asked, "response_format": schema}, extra_body={"speculative": {"enabled": False}}
     )

@@ -1,0 +1,105 @@
+"""What the way through Ray and HTTP costs: tokens per second of the service against `LLM` in one process, in turns.
+
+    python deploy/http_overhead.py [KEY=VALUE …]        settings of both, e.g. target=smollm2 (default: the embedded pair)
+
+Starts a local Ray with the service on a free port; the client is this process. Ratios of turns that follow each other are
+compared by their median, because machines drift.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+
+for _name, _value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+    os.environ.setdefault(_name, _value)
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+import httpx
+import ray
+from ray import serve
+
+from dflash2_ray import LLM
+from dflash2_ray.app import app
+from dflash2_ray.cli.settings import prompt_ids, read_prompts, read_settings
+from dflash2_ray.config import ServiceConfig
+
+CONCURRENCY = 16
+NUM_PROMPTS = 48
+NEW_TOKENS = 128
+REPEATS = 5
+
+
+def start_service(settings: dict) -> str:
+    """Its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(address="local", include_dashboard=False, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app(ServiceConfig.from_keys(settings)), name="default")
+    return f"http://127.0.0.1:{port}"
+
+
+async def over_http(url: str, ids: list[list[int]], stream: bool) -> float:
+    """Tokens per second with CONCURRENCY requests in flight."""
+    gate = asyncio.Semaphore(CONCURRENCY)
+    limits = httpx.Limits(max_connections=CONCURRENCY)
+
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> int:
+        body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        async with gate:
+            if not stream:
+                return (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"]
+            last = ""
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line and line != "data: [DONE]":
+                        last = line
+            return json.loads(last[6:])["usage"]["completion_tokens"]
+
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(one(client, prompt) for prompt in ids))
+        return sum(counts) / (time.perf_counter() - started)
+
+
+def in_process(engine: LLM, ids: list[list[int]]) -> float:
+    """Tokens per second with CONCURRENCY requests in flight."""
+    started = time.perf_counter()
+    results = engine.generate(prompt_token_ids=ids, max_in_flight=CONCURRENCY, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    return sum(len(one.token_ids) for one in results) / (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Print the median rates and the medians of the ratios to `LLM`."""
+    settings = {"draft_width": "fixed", **read_settings(sys.argv[1:]), "max_num_seqs": CONCURRENCY}
+    engine = LLM(**settings)
+    some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], NEW_TOKENS)
+    ids = [some[index % len(some)] for index in range(NUM_PROMPTS)]
+    url = start_service(settings)
+    ways = {
+        "LLM": lambda: in_process(engine, ids),
+        "HTTP, whole": lambda: asyncio.run(over_http(url, ids, False)),
+        "HTTP, streamed": lambda: asyncio.run(over_http(url, ids, True)),
+    }
+    for way in ways.values():
+        way()
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(REPEATS):
+        for name, way in ways.items():
+            rates[name].append(way())
+    for name, some_rates in rates.items():
+        ratio = statistics.median(one / base for one, base in zip(some_rates, rates["LLM"], strict=True))
+        print(f"{name}: {statistics.median(some_rates):.0f} tokens/s, {ratio:.3f} of LLM")
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
