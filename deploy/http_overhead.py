@@ -14,18 +14,11 @@ import statistics
 import sys
 import time
 
-for _name, _value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}.items():
-    os.environ.setdefault(_name, _value)
-os.environ.setdefault("RAY_worker_niceness", "0")
-
 import httpx
-import ray
-from ray import serve
 
-from dflash2_ray import LLM
-from dflash2_ray.app import app
-from dflash2_ray.cli.settings import prompt_ids, read_prompts, read_settings
-from dflash2_ray.config import ServiceConfig
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+}
 
 CONCURRENCY = 16
 NUM_PROMPTS = 48
@@ -35,6 +28,12 @@ REPEATS = 5
 
 def start_service(settings: dict) -> str:
     """Its URL."""
+    import ray
+    from ray import serve
+
+    from dflash2_ray.app import app
+    from dflash2_ray.config import ServiceConfig
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -69,7 +68,7 @@ async def over_http(url: str, ids: list[list[int]], stream: bool) -> float:
         return sum(counts) / (time.perf_counter() - started)
 
 
-def in_process(engine: LLM, ids: list[list[int]]) -> float:
+def in_process(engine, ids: list[list[int]]) -> float:
     """Tokens per second with CONCURRENCY requests in flight."""
     started = time.perf_counter()
     results = engine.generate(prompt_token_ids=ids, max_in_flight=CONCURRENCY, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -78,6 +77,13 @@ def in_process(engine: LLM, ids: list[list[int]]) -> float:
 
 def main() -> None:
     """Print the median rates and the medians of the ratios to `LLM`."""
+    os.environ.update({**ENVIRONMENT, **os.environ})  # before torch and ray look at it
+    import ray
+    from ray import serve
+
+    from dflash2_ray import LLM
+    from dflash2_ray.cli.settings import prompt_ids, read_prompts, read_settings
+
     settings = {"draft_width": "fixed", **read_settings(sys.argv[1:]), "max_num_seqs": CONCURRENCY}
     engine = LLM(**settings)
     some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], NEW_TOKENS)

@@ -1,5 +1,6 @@
 """Messages between the front of a unit and its step loop as plain values, and back. Pure; it must not know sockets."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,6 +76,14 @@ def merge_deltas(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
     for name in ("token_ids", "steps", "logprobs"):
         if name in merged:
             merged[name] = [*first.get(name, ()), *second.get(name, ())]
+    return merged
+
+
+def merge_items(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One request's packed deltas as one; a refusal or loss drops what came before it: the client asks again for all it has not got."""
+    merged: dict[str, Any] = items[0]
+    for item in items[1:]:
+        merged = item if "refused" in item or "refused" in merged else merge_deltas(merged, item)
     return merged
 
 

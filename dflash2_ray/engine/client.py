@@ -18,6 +18,8 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
+from dflash2_ray.core.wire import merge_items
+from dflash2_ray.engine.delta_line import Lines
 from dflash2_ray.engine.resume import ResumableRequest
 from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 from dflash2_ray.text.text_side import Messages, TextSide, each_choice
@@ -42,13 +44,15 @@ class Client:
         self._generation_config = generation_config
         self._resume_timeout_s = resume_timeout_s
         self._text: TextSide | None = None
+        self._lines: Lines | None = None
 
     @classmethod
     def from_handle(cls, handle: Any, generation_config: str, resume_timeout_s: float) -> "Client":
-        """The ingress's way in: a handle that Serve bound for it."""
+        """The ingress's way in: a handle that Serve bound for it, and lines to its units, because it has one event loop only."""
         client = cls.__new__(cls)
         client._handle, client._generation_config, client._text = handle, generation_config, None
         client._resume_timeout_s = resume_timeout_s
+        client._lines = Lines()
         return client
 
     # ---- blocking -------------------------------------------------------------------------------------------------
@@ -126,14 +130,18 @@ class Client:
         # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
         request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id)
         while not request.finished:
-            response: Any = self._handle.options(stream=True).generate.remote(request.attempt())
+            spec = request.attempt() | ({"by_line": True} if self._lines else {})
+            response: Any = self._handle.options(stream=True).generate.remote(spec)
+            items = _Items(response, self._lines, spec["request_id"])
             try:
                 while not request.finished:
-                    item = await asyncio.wait_for(_next(response), request.patience_s)
+                    async with asyncio.timeout(request.patience_s):
+                        item = await items.next()
                     yield request.absorb(item)
             except (UnitLost, Stopping, Overloaded, TimeoutError, *_RAY_ERRORS) as error:
                 await asyncio.sleep(request.lost(_translated(error)))
             finally:
+                items.leave()
                 if not request.ended:
                     response.cancel()
 
@@ -150,6 +158,34 @@ class Client:
         request_id = request_id or f"client-{uuid.uuid4().hex}"
         spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params)
         return ResumableRequest(spec, self._text.assembler(request_id, prepared), self._resume_timeout_s)
+
+
+class _Items:
+    """One attempt's items: by a line where there is one, else by the Ray stream itself."""
+
+    def __init__(self, response: Any, lines: Lines | None, request_id: str) -> None:
+        self._response, self._lines, self._request_id = response, lines, request_id
+        self._address: dict[str, Any] | None = None
+        self._queue: asyncio.Queue[dict[str, Any] | None] | None = None
+
+    async def next(self) -> dict[str, Any] | None:
+        """The next item, with all that came since the last one; None at an early end."""
+        if self._queue is None:
+            item: dict[str, Any] | None = await _next(self._response)
+            if item is None or "line" not in item or self._lines is None:
+                return item
+            self._queue = await self._lines.take(item["line"], self._request_id)
+            if self._queue is None:
+                return await _next(self._response)
+            self._address = item["line"]
+        items = [await self._queue.get(), *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
+        whole = [one for one in items if one is not None]
+        return merge_items(whole) if whole else None
+
+    def leave(self) -> None:
+        """Nothing more is wanted."""
+        if self._lines is not None and self._address is not None:
+            self._lines.leave(self._address, self._request_id)
 
 
 # ---- blocking use: one event loop in a thread of its own ------------------------------------------------------------------

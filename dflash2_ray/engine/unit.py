@@ -14,10 +14,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.places import Place, Places
-from dflash2_ray.core.wire import merge_deltas, pack_error, unpack_spec
+from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
+from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mailbox
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
@@ -37,7 +40,8 @@ class Unit:
     async def __init__(self, config: ServiceConfig, placement: UnitPlacement) -> None:  # type: ignore[misc]
         self.config = config
         self._placement = placement
-        self._streams: dict[str, asyncio.Queue[dict[str, Any]]] = {}
+        self._streams: dict[str, Mailbox] = {}
+        self._lines = LineServer(self._take, self._hang_up)
         self._serving = asyncio.Event()
         self._failed: str | None = None
         self._stopping = False
@@ -51,6 +55,7 @@ class Unit:
         try:
             drafter = asyncio.ensure_future(self._keeper.start()) if self._keeper else None
             await self._group.start(drafter)
+            await self._lines.start(ray.util.get_node_ip_address())
         except BaseException:
             self._close()
             raise
@@ -65,38 +70,41 @@ class Unit:
     async def generate(self, spec: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """One request's deltas as plain values; a refusal or loss is one last item {"refused": error}.
 
-        Closing or cancelling the stream cancels the request in the engine, queued or running.
+        A spec with `by_line` has a first item {"line": address}: whoever takes the request over to its line (`delta_line.py`) gets
+        the rest there, and this stream only ends. Closing or cancelling the stream cancels the request, queued or running.
         """
         self._num_calls += 1
-        request_id = spec["request_id"]
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        finished = False
+        request_id, by_line = spec["request_id"], spec.get("by_line", False)
+        added = finished = False
         place: Place | None = None
+        mailbox: Mailbox | None = None
         try:
             place = self._admit(spec)
+            mailbox = Mailbox(request_id, _ends, place.started)
             await self._wait_for_ranks()
             group = self._group
             if request_id in self._streams:  # its client lost the connection and asks again
                 group.send({"abort": request_id})
-                self._streams[request_id].put_nowait({"refused": pack_error(UnitLost("asked for again"))})
-            self._streams[request_id] = queue
-            group.send({"add": spec})
+                self._streams[request_id].put({"refused": pack_error(UnitLost("asked for again"))})
+            self._streams[request_id] = mailbox
+            group.send({"add": {name: value for name, value in spec.items() if name != "by_line"}})
+            added = True
+            if by_line:
+                yield {"line": self._lines.address}
+                await mailbox.decided(TAKE_TIMEOUT_S)
             while not finished:
-                item = await queue.get()
-                while not queue.empty():  # the caller was slower than the engine: one item for all
-                    item = _merged(item, queue.get_nowait())
-                finished = "refused" in item or item.get("finish_reason") is not None
-                place.started()
-                yield item
+                item = merge_items([await mailbox.get(), *mailbox.waiting()])  # the caller may be slower than the engine
+                finished = _ends(item)
+                if mailbox.line is None:
+                    yield item
         except DFlash2Error as error:
-            finished = True
             yield {"refused": pack_error(error)}
         finally:
             if place is not None:
                 place.leave()
-            if self._streams.get(request_id) is queue:
+            if mailbox is not None and self._streams.get(request_id) is mailbox:
                 del self._streams[request_id]
-                if not finished and not group.lost.done():
+                if added and not finished and not group.lost.done():
                     with contextlib.suppress(UnitLost):
                         group.send({"abort": request_id})
 
@@ -116,9 +124,18 @@ class Unit:
 
     def _deliver(self, item: dict[str, Any]) -> None:
         """Items without a stream belong to cancelled requests."""
-        queue = self._streams.get(item["request_id"])
-        if queue is not None:
-            queue.put_nowait(item)
+        mailbox = self._streams.get(item["request_id"])
+        if mailbox is not None:
+            mailbox.put(item)
+
+    def _take(self, request_id: str, line: Line) -> bool:
+        mailbox = self._streams.get(request_id)
+        return mailbox is not None and mailbox.go_by(line)
+
+    def _hang_up(self, line: Line) -> None:
+        for mailbox in self._streams.values():
+            if mailbox.line is line:
+                mailbox.hang_up()
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -129,8 +146,8 @@ class Unit:
             since = time.monotonic()
             self._serving.clear()
             logger.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams))
-            for queue in self._streams.values():
-                queue.put_nowait({"refused": pack_error(UnitLost(reason))})
+            for mailbox in self._streams.values():
+                mailbox.put({"refused": pack_error(UnitLost(reason))})
             self._streams = {}
             self._group.kill()
             if not await self._rebuild(reason):
@@ -242,6 +259,7 @@ class Unit:
         for task in self._tasks:
             task.cancel()
         self._group.kill()
+        self._lines.close()
         if self._keeper is not None:
             self._keeper.close()
 
@@ -250,8 +268,6 @@ class Unit:
             self._close()
 
 
-def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two items as one. A loss drops what came before it: the client asks again for all that it has not got."""
-    if "refused" in first or "refused" in second:
-        return second
-    return merge_deltas(first, second)
+def _ends(item: dict[str, Any]) -> bool:
+    """Whether a request has nothing more behind this item."""
+    return "refused" in item or item.get("finish_reason") is not None
