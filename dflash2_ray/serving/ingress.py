@@ -131,7 +131,7 @@ class Ingress:
         headers = {"x-dflash2-speculation": speculation}
         if asked.ignored:
             names = ", ".join(asked.ignored)
-            headers["x-dflash2-ignored-fields"] = names.encode("ascii", "backslashreplace").decode()[:1000].replace("\r", " ").replace("\n", " ")
+            headers["x-dflash2-ignored-fields"] = names.encode("unicode_escape").decode()[:1000]  # no control character may stand in a header
         return headers
 
     async def _events(

@@ -91,7 +91,7 @@ const scenarios = {
   },
 
   async toolCalls() {
-    const asked = { ...chat, max_tokens: 200, tools, tool_choice: 'required' };
+    const asked = { ...chat, max_tokens: 200, tools, tool_choice: 'required', parallel_tool_calls: false };
     const whole = await client.chat.completions.create(asked);
     const [call] = whole.choices[0].message.tool_calls;
     assert.equal(whole.choices[0].finish_reason, 'tool_calls');

@@ -110,6 +110,9 @@ def test_unknown_fields_are_reported_and_known_ones_refused(idle):
     answer = idle.http.post("/v1/completions", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-dflash2-ignored-fields"] == "apple, zebra"
+    odd = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "\b\r\n\x7f": 1, "é\u2028": 1, "x" * 3000: 1})
+    assert odd.status_code == 200
+    assert odd.headers["x-dflash2-ignored-fields"].startswith(r"\x08\r\n\x7f, xxx")
     refused = idle.http.post("/v1/completions", json={"prompt": "a", "guided_json": {}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_json")
 
