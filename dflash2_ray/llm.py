@@ -66,11 +66,14 @@ class LLM:
         """
         return self._run(self._prompt_ids(prompts, prompt_token_ids), self._text.params(sampling), max_in_flight)
 
-    def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
-        """Answer one conversation, or several."""
+    def chat(
+        self, messages: Messages | Sequence[Messages], *, max_in_flight: int | None = None, **sampling: Any
+    ) -> list[Generation]:
+        """Answer one conversation, or several, results and `max_in_flight` as in `generate`."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prepared = [self._text.prepare(None, None, conversation, sampling) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run([ids for ids, _ in prepared], prepared[0][1] if prepared else self._text.params(sampling))
+        params = prepared[0][1] if prepared else self._text.params(sampling)
+        return self._run([ids for ids, _ in prepared], params, max_in_flight)
 
     def stream(
         self,
