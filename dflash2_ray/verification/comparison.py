@@ -63,14 +63,17 @@ def _compare_logprobs(
     """By value: alternatives that are practically tied may change places."""
     if one is None or other is None or len(one) != len(other):
         same = one is None and other is None
-        lengths = [None if told is None else len(told) for told in (one, other)]
-        return None if same else Difference("logprobs", *lengths, choice=index)
+        return None if same else Difference("number of logprobs", _length(one), _length(other), choice=index)
     for position, (first, second) in enumerate(zip(one, other, strict=True)):
         values = [[told[0], *sorted((value for _, value in told[1]), reverse=True)] for told in (first, second)]
         same = len(values[0]) == len(values[1]) and all(_near(a, b, tolerance) for a, b in zip(*values, strict=True))
         if not same:
             return Difference("logprobs", values[0], values[1], position, index)
     return None
+
+
+def _length(told: tuple[TokenLogprobs, ...] | None) -> int | None:
+    return None if told is None else len(told)
 
 
 def _near(one: float | None, other: float | None, tolerance: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash2_ray.verification.answer import Answer, Prompt
 from dflash2_ray.verification.backend import Backend
-from dflash2_ray.verification.comparison import first_token
+from dflash2_ray.verification.comparison import first_token, token_at
 
 Told = Callable[[str], None]
 RUNS = (("plain, in company", False, True), ("speculative, alone", True, False), ("speculative, in company", True, True))
@@ -94,8 +94,7 @@ def _run(name: str, plain: Sequence[Answer], got: Sequence[Answer], speculative:
         wanted, found = one.choices[0].token_ids, other.choices[0].token_ids
         position = first_token(wanted, found)
         if position is not None:
-            ids = [ids[position] if position < len(ids) else None for ids in (wanted, found)]
-            apart.append(Apart(index, position, *ids, margin=_margin(one, position)))
+            apart.append(Apart(index, position, token_at(wanted, position), token_at(found, position), _margin(one, position)))
     return IdentityRun(name, len(plain), sum(one.accepted for one in got), speculative, tuple(apart), refused)
 
 

@@ -64,13 +64,15 @@ def option_sets(seen: Seen, max_tokens: int) -> tuple[OptionSet, ...]:
     """All of them; those that others stand beside come first."""
     ids, stops = seen.token_ids, list(seen.late_words)
     less, often = max(1, max_tokens // 2), str(ids[0])
+    endless = {"ignore_eos": True}
     tools, call = {"tools": TOOLS}, {"type": "function", "function": {"name": "get_time"}}
     return (
         OptionSet(NONE, {}, beside=None),
         OptionSet("temperature", {"temperature": 0.6}),
-        OptionSet("top_p", {"top_p": 0.8}),
-        OptionSet("top_k", {"top_k": 5}),
-        OptionSet("min_p", {"min_p": 0.1}),
+        OptionSet("ignore_eos", endless),
+        OptionSet("top_p", {**endless, "top_p": 0.6}, beside="ignore_eos"),
+        OptionSet("top_k", {**endless, "top_k": 2}, beside="ignore_eos"),
+        OptionSet("min_p", {**endless, "min_p": 0.3}, beside="ignore_eos"),
         OptionSet("seed", {"seed": 77}),
         OptionSet("repetition_penalty", {"repetition_penalty": 1.3}),
         OptionSet("presence_penalty", {"presence_penalty": 1.0}),
@@ -80,17 +82,16 @@ def option_sets(seen: Seen, max_tokens: int) -> tuple[OptionSet, ...]:
         OptionSet("bad_words", {"bad_words": list(seen.words[:2])}),
         OptionSet("max_tokens", {"max_tokens": less}),
         OptionSet("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": less}, "chat"),
-        OptionSet("ignore_eos", {"ignore_eos": True}),
-        OptionSet("skip_special_tokens", {"skip_special_tokens": False, "ignore_eos": True}, beside="ignore_eos"),
+        OptionSet("skip_special_tokens", {**endless, "skip_special_tokens": False}, beside="ignore_eos"),
         OptionSet("stop", {"stop": stops}),
         OptionSet("include_stop_str_in_output", {"stop": stops, "include_stop_str_in_output": True}, beside="stop"),
         OptionSet("min_tokens", {"stop": stops, "min_tokens": less}, beside="stop"),
         OptionSet("stop_token_ids", {"stop_token_ids": list(seen.late_ids)}),
         OptionSet("n", {"n": 2}),
-        OptionSet("logprobs", {"logprobs": 2}, "completions"),
+        OptionSet("logprobs", {**endless, "logprobs": 2}, "completions", beside="ignore_eos"),
         OptionSet("top_logprobs", {"logprobs": True, "top_logprobs": 3}, "chat"),
-        OptionSet("echo", {"echo": True}, "completions"),
-        OptionSet("echo with prompt logprobs", {"echo": True, "logprobs": 1}, "completions", beside="echo"),
+        OptionSet("echo", {**endless, "echo": True}, "completions", beside="ignore_eos"),
+        OptionSet("echo with prompt logprobs", {**endless, "echo": True, "logprobs": 1}, "completions", beside="echo"),
         OptionSet("response_format json_object", {"response_format": {"type": "json_object"}}, form=_is_object),
         OptionSet("response_format json_schema", {"response_format": _SCHEMA_FORMAT}, form=_is_animal),
         OptionSet("response_format regex", {"response_format": {"type": "regex", "regex": _REGEX}}, form=_is_regex),
