@@ -1,7 +1,7 @@
 """`dflash2-ray verify`: proof on the user's own prompts that speculation changes no answer, in this process or of a running service."""
 
 import os
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,7 @@ def verify(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 48,
     concurrency: Annotated[int, typer.Option(min=1, help="Company: requests in flight.")] = 16,
     checks: Annotated[str, typer.Option(help="Which checks, with commas between them.")] = ",".join(_CHECKS),
-    samples: Annotated[int, typer.Option(min=20, help="Law: draws per prompt, with speculation and as many without. More find smaller shifts.")] = 300,
+    samples: Annotated[int, typer.Option(min=20, help="Law: draws per prompt, with speculation and as many without. More find smaller shifts.")] = 500,
     law_prompts: Annotated[int, typer.Option(min=1, help="Law: how many of the prompts.")] = 4,
     option_prompts: Annotated[int, typer.Option(min=1, help="Options: how many of the prompts.")] = 4,
     margin: Annotated[
@@ -55,7 +55,7 @@ def verify(
     from dflash2_ray.verification.run import run_checks, spread
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with closing(backend) if hasattr(backend, "close") else nullcontext(), Progress(*columns, console=messages, transient=True) as bars:
+    with closing(backend), Progress(*columns, console=messages, transient=True) as bars:
         task = bars.add_task("reading prompts", total=None)
         report = run_checks(
             backend, spread([Prompt(kind == "chat", text) for kind, text in known], num_prompts), checks=set(picked), max_tokens=max_tokens,

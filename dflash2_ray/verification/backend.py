@@ -45,6 +45,9 @@ class Backend(Protocol):
 
     facts: Facts
 
+    def close(self) -> None:
+        """Let go of what it holds."""
+
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
         """Tokens of each prompt, chat prompts in the chat template."""
 

@@ -49,7 +49,7 @@ def first_token(one: Sequence[int], other: Sequence[int]) -> int | None:
 def _compare(one: Choice, other: Choice, tolerance: float, index: int) -> Difference | None:
     position = first_token(one.token_ids, other.token_ids)
     if position is not None:
-        return Difference("token", _at(one.token_ids, position), _at(other.token_ids, position), position, index)
+        return Difference("token", token_at(one.token_ids, position), token_at(other.token_ids, position), position, index)
     for what in ("text", "finish_reason", "stop_reason", "tool_calls"):
         first, second = getattr(one, what), getattr(other, what)
         if first != second or type(first) is not type(second):
@@ -82,7 +82,8 @@ def _near(one: float | None, other: float | None, tolerance: float) -> bool:
     return abs(one - other) <= tolerance
 
 
-def _at(token_ids: Sequence[int], position: int) -> int | None:
+def token_at(token_ids: Sequence[int], position: int) -> int | None:
+    """None behind the end."""
     return token_ids[position] if position < len(token_ids) else None
 
 

@@ -22,6 +22,10 @@ class InProcess:
         self._engine = engine
         self.facts = Facts.of("in process", engine.describe())
 
+    def close(self) -> None:
+        """Release the models."""
+        self._engine.close()
+
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
         return [len(self._engine.chat_ids(_messages(one)) if one.chat else self._engine.tokenizer.encode(one.text)) for one in prompts]
 
@@ -81,7 +85,8 @@ class InProcess:
         """pieces: the texts of each choice's chunks, where they were streamed."""
         choices = []
         for index, generation in enumerate(generations):
-            text, reason, calls = generation.text, generation.finish_reason, ()
+            text, reason = generation.text, generation.finish_reason
+            calls: tuple[tuple[str, str], ...] = ()
             if asked.tool_use is not None:
                 parser = ToolCallParser("verify", asked.tool_use.max_calls)
                 events = [event for piece in (pieces[index] if pieces else [text]) for event in parser.push(piece)]
