@@ -1,7 +1,6 @@
 """Do two samples come from one law? Chi-square over cells that depend on both samples together alone, and what it would find."""
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -51,15 +50,14 @@ class Homogeneity:
 
 
 def homogeneity(one: Sequence[Hashable], other: Sequence[Hashable]) -> Homogeneity:
-    """Test of one pair of equally large samples. Values seen too seldom share eight cells by a hash of the value, those that are
-    still too small share one: what is pooled does not depend on which sample a value came from, so no p-value does."""
+    """Test of one pair of equally large samples. Values seen too seldom are dealt out to eight cells, the most frequent first; cells
+    that are still too small become one. What is pooled depends on the totals alone, so pooling moves no p-value."""
     if len(one) != len(other):
         raise ValueError(f"expected samples of equal size, got {len(one)} and {len(other)}")
     totals = Counter(one) + Counter(other)
-    cell_of: dict[Hashable, Hashable] = {
-        value: ("value", value) if count >= MIN_CELL else ("rare", zlib.crc32(repr(value).encode()) % _NUM_RARE)
-        for value, count in totals.items()
-    }
+    cell_of: dict[Hashable, Hashable] = {value: ("value", value) for value in totals}
+    rare = sorted((value for value, count in totals.items() if count < MIN_CELL), key=lambda value: (-totals[value], repr(value)))
+    cell_of |= {value: ("rare", index % _NUM_RARE) for index, value in enumerate(rare)}
     for _ in range(2):  # small cells into one; if that is small too, into the smallest other one
         sizes: Counter[Hashable] = Counter()
         for value, count in totals.items():
