@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -50,8 +51,6 @@ def _best(answer):
     def best(told):
         return tuple((own, tuple(sorted(others, key=lambda one: -one[1])[:2])) for own, others in told)
 
-    from dataclasses import replace
-
     return replace(answer, choices=tuple(replace(choice, logprobs=best(choice.logprobs)) for choice in answer.choices))
 
 
@@ -59,7 +58,7 @@ def test_what_cannot_be_verified_is_told(idle):
     with pytest.raises(ConfigError, match="serves 'dflash2-embedded', expected 'other'"):
         Service(idle.url, model="other")
     there = Service(idle.url)
-    (refused,) = there.answer([PROMPTS[0]], {"tools": []} | {"guided_json": {}}, speculate=True, in_flight=1)
+    (refused,) = there.answer([PROMPTS[0]], {"guided_json": {}}, speculate=True, in_flight=1)
     assert refused.refused == "400, guided_json"
     there.close()
 
