@@ -265,15 +265,24 @@ def test_everything_passes_and_the_report_is_json(in_process, capsys):
 
 def test_a_backend_that_speculates_wrongly_fails(in_process, capsys):
     in_process.spoil = lambda answer: with_token(answer, min(1, len(answer.choices[0].token_ids) - 1), 3) if answer.choices else answer
-    for check, says in (("identity", "greedy text differs"), ("law", "is not that of plain"), ("options", "answers differ under no options")):
-        if check == "options":
-            continue  # below, with one set: all of them take long
+    for check, says in (("identity", "greedy text differs"), ("law", "is not that of plain")):
         code, wrote = run(capsys, checks=check, json_path="")
         assert code == 1
         assert "FAIL" in wrote.out
         assert says in wrote.out
     check = OptionCheck(in_process, [Prompt(False, "Once upon a time")], max_tokens=8, in_flight=2, exact=True, tolerance=1e-3)
     assert not check.run(check.sets()[:1]).passed
+
+
+def test_a_drafter_that_draws_another_law_than_it_says_fails(in_process, capsys, monkeypatch):
+    from dflash2_ray.runtime import drafter_runner
+
+    uniforms = drafter_runner.uniforms
+    monkeypatch.setattr(drafter_runner, "uniforms", lambda seeds, positions, purpose: uniforms(seeds, positions, purpose) * 0 + 0.5)
+    code, wrote = run(capsys, checks="law", samples=250, num_prompts=24, law_prompts=4)
+    report = json.loads(wrote.out)
+    assert code == 1
+    assert not report["laws"][1]["passed"], "as the larger sample says, by far"
 
 
 def test_no_drafts_prove_nothing(in_process, capsys, engine):
