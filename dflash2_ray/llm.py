@@ -65,11 +65,13 @@ class LLM:
         params = self._text.params(sampling)
         return self._run([Prepared(list(ids), params) for ids in self._prompt_ids(prompts, prompt_token_ids)], max_in_flight)
 
-    def chat(self, messages: Messages | Sequence[Messages], **sampling: Any) -> list[Generation]:
-        """Answer one conversation, or several."""
+    def chat(
+        self, messages: Messages | Sequence[Messages], *, max_in_flight: int | None = None, **sampling: Any
+    ) -> list[Generation]:
+        """Answer one conversation, or several, results and `max_in_flight` as in `generate`."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prepared = [self._text.prepare(None, None, conversation, sampling) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run(prepared)
+        return self._run(prepared, max_in_flight)
 
     def stream(
         self,

@@ -1,97 +1,90 @@
-"""`dflash2-ray verify`: proof on the user's own prompts that speculation changes no greedy answer.
+"""`dflash2-ray verify`: proof on the user's own prompts that speculation changes no answer, in this process or of a running service."""
 
-Each prompt is decoded plainly and alone, then speculatively alone and in company. Where a text differs, the plain margin (top-1
-minus top-2 logit) at the first difference says whether two tokens were practically tied.
-"""
-
-from collections.abc import Sequence
+import os
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from dflash2_ray.cli.settings import (
-    SETTINGS_HELP,
-    build_engine,
-    console,
-    messages,
-    prompt_ids,
-    read_prompts,
-    write_json,
-)
+from dflash2_ray.cli.settings import SETTINGS_HELP, build_engine, console, messages, read_prompts, write_json
 from dflash2_ray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dflash2_ray.llm import LLM
+    from dflash2_ray.verification.backend import Backend
 
-BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
+_KEY_VARIABLES = ("DFLASH2_API_KEY", "OPENAI_API_KEY")
+_CHECKS = ("identity", "law", "options")
 
 
 def verify(
     settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON object of lists by kind, a JSON list, or one per line.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 50,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Company: requests in flight of the third run.")] = 16,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON object of lists by kind (`chat` goes through the chat template), a JSON list, or one per line.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them, evenly spaced over the file.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 48,
+    concurrency: Annotated[int, typer.Option(min=1, help="Company: requests in flight.")] = 16,
+    checks: Annotated[str, typer.Option(help="Which checks, with commas between them.")] = ",".join(_CHECKS),
+    samples: Annotated[int, typer.Option(min=20, help="Law: draws per prompt, with speculation and as many without. More find smaller shifts.")] = 500,
+    law_prompts: Annotated[int, typer.Option(min=1, help="Law: how many of the prompts.")] = 4,
+    option_prompts: Annotated[int, typer.Option(min=1, help="Options: how many of the prompts.")] = 4,
     margin: Annotated[
-        float | None, typer.Option(help="Largest plain margin at which a first difference is a tie. Default: 0.001 in float32, 0.5 in bfloat16.")
+        float | None,
+        typer.Option(min=0, help="Greedy: largest plain margin at which a first difference is a tie. Default: 0.001 in float32, else 0.5. Log-probabilities may differ as much."),
     ] = None,
-    json_path: Annotated[str, typer.Option("--json", help="Write the report to this file (- for standard output).")] = "",
+    url: Annotated[str, typer.Option(help="Verify the service at this address, e.g. http://127.0.0.1:8000, instead of an engine in this process.")] = "",
+    api_key: Annotated[str, typer.Option(help="Key of the service. Default: DFLASH2_API_KEY, else OPENAI_API_KEY.")] = "",
+    model: Annotated[str, typer.Option(help="The model that the service is expected to serve.")] = "",
+    json_path: Annotated[str, typer.Option("--json", help="Write the report to this file (- for standard output; the page goes to standard error then).")] = "",
 ) -> None:
-    """Prove greedy identity: plain = speculative, token for token, alone and in company. Exit code 1 if it does not hold."""
-    engine = build_engine(settings or [], max_num_seqs=concurrency, draft_width="fixed")  # a width that follows the load may be none
-    if engine.config.num_speculative_tokens == 0:
-        raise ConfigError("drafter: nothing to verify, no drafter is configured; set `drafter`")
-    bound = BOUNDS[engine.config.dtype] if margin is None else margin
-    ids = prompt_ids(engine, read_prompts(prompts)[:num_prompts], max_tokens)
-    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-    runs = {
-        "plain, in company": (concurrency, 0),
-        "speculative, alone": (1, None),
-        "speculative, in company": (concurrency, None),
-    }
-    with Progress(console=messages, transient=True) as bars:
-        task = bars.add_task("plain, alone", total=1 + len(runs))
-        plain = [g.token_ids for g in engine.generate(prompt_token_ids=ids, max_in_flight=1, num_speculative_tokens=0, **options)]
-        bars.advance(task)
-        report = []
-        for name, (level, width) in runs.items():
-            bars.update(task, description=name)
-            results = engine.generate(prompt_token_ids=ids, max_in_flight=level, num_speculative_tokens=width, **options)
-            accepted = sum(g.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for g in results)
-            report.append(_compare(engine, name, ids, plain, [g.token_ids for g in results], accepted))
-            bars.advance(task)
-    worst = max((one["margin"] for run in report for one in run["differences"]), default=0.0)
-    speculated = all(run["num_accepted_draft_tokens"] > 0 for run in report if run["run"].startswith("speculative"))
-    good = worst <= bound and speculated
-    for run in report:
-        console.print(f"{run['run']}: {run['num_equal']} of {len(ids)} texts equal to plain decoding alone, {run['num_accepted_draft_tokens']} drafts accepted")
-        for one in run["differences"]:
-            console.print(f"  prompt {one['prompt']}, token {one['position']}: plain {one['plain']}, got {one['got']}, plain margin {one['margin']:.2g}")
+    """Prove that speculation changes no answer: greedy identity, the sampling law, every option.
+
+    Exit code 0: proven; 1: an answer differs, or nothing could be proven; 2: cannot run (settings, prompts, service).
+    """
+    picked = [check.strip() for check in checks.split(",")]
+    for check in picked:
+        if check not in _CHECKS:
+            raise ConfigError(f"--checks: expected {', '.join(_CHECKS)} with commas between them, got {check!r}")
+    if not url and (api_key or model):
+        raise ConfigError("--api-key and --model belong to a service: give --url too")
+    known = read_prompts(prompts)
+    if not known:
+        raise ConfigError(f"prompts: {prompts} holds none")
+    backend = _service(url, api_key, model, settings or []) if url else _engine(settings or [], concurrency)
+    from dflash2_ray.verification.answer import Prompt
+    from dflash2_ray.verification.run import run_checks, spread
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with closing(backend), Progress(*columns, console=messages, transient=True) as bars:
+        task = bars.add_task("reading prompts", total=None)
+        report = run_checks(
+            backend, spread([Prompt(kind == "chat", text) for kind, text in known], num_prompts), checks=set(picked), max_tokens=max_tokens,
+            company=concurrency, samples=samples, law_prompts=law_prompts, option_prompts=option_prompts, margin=margin,
+            progress=lambda what, done, total: bars.update(task, description=what, completed=done, total=total),
+        )
+    page = messages if json_path == "-" else console
+    for line in report.lines():
+        page.print(line, highlight=False, markup=False, soft_wrap=True)
     if json_path:
-        write_json(json_path, {"dtype": engine.config.dtype, "margin_bound": bound, "passed": good, "runs": report})
-    if not speculated:
-        console.print("[red]failed[/]: no draft was accepted, so nothing was proven")
-    elif good:
-        console.print(f"[green]passed[/]: every first difference sits at a plain margin of at most {bound:g} ({engine.config.dtype})" if worst else "[green]passed[/]: every token is the same")
-    else:
-        console.print(f"[red]failed[/]: a text differs where the plain margin is {worst:.3g}; the bound is {bound:g}")
-    if not good:
+        write_json(json_path, report.as_dict())
+    if not report.passed:
         raise typer.Exit(1)
 
 
-def _compare(
-    engine: "LLM", name: str, ids: Sequence[Sequence[int]], plain: Sequence[Sequence[int]], got: Sequence[Sequence[int]], accepted: int
-) -> dict[str, Any]:
-    differences = []
-    for index, (one, other) in enumerate(zip(plain, got, strict=True)):
-        position = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-        if position is not None:
-            margins = engine.margins(ids[index], one[: position + 1])
-            differences.append(
-                {"prompt": index, "position": position, "plain": one[position], "got": other[position], "margin": margins[position]}
-            )
-    return {
-        "run": name, "num_equal": len(plain) - len(differences), "num_accepted_draft_tokens": accepted, "differences": differences,
-    }
+def _engine(settings: list[str], concurrency: int) -> "Backend":
+    """A width that follows the load may be none, so it is held unless the user says otherwise."""
+    engine = build_engine(settings, max_num_seqs=concurrency, draft_width="fixed")
+    from dflash2_ray.verification.in_process import InProcess
+
+    return InProcess(engine)
+
+
+def _service(url: str, api_key: str, model: str, settings: list[str]) -> "Backend":
+    if settings:
+        raise ConfigError(f"--url verifies a service with the settings that it has; {settings[0]!r} cannot be given with it")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url: expected http://HOST:PORT, got {url!r}")
+    from dflash2_ray.verification.service import Service
+
+    key = api_key or next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), None)
+    return Service(url, key, model or None)

@@ -78,10 +78,14 @@ def test_a_refused_request_exits_with_1():
 
 def test_verify_and_bench_report(tmp_path):
     report = tmp_path / "verify.json"
-    done = run("verify", "dtype=float32", "--num-prompts", "6", "--max-tokens", "24", "--json", str(report))
+    words = ("--num-prompts", "6", "--max-tokens", "24", "--checks", "identity,law", "--samples", "40", "--law-prompts", "1")
+    done = run("verify", "dtype=float32", *words, "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
-    runs = json.loads(report.read_text())["runs"]
+    told = json.loads(report.read_text())
+    assert told["options"] is None
+    assert [law["passed"] for law in told["laws"]] == [True, True]
+    runs = told["identity"]["runs"]
     assert [one["num_equal"] for one in runs] == [6, 6, 6]
     assert runs[1]["num_accepted_draft_tokens"] > 0
     done = run("bench", "draft_width=fixed", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
@@ -97,8 +101,9 @@ def test_verify_and_bench_report(tmp_path):
 def test_prompts_from_a_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("def f(x):\nimport os\n")
-    done = run("verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8")
-    assert "2 of 2 texts" in done.stdout
+    done = run("verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8", "--checks", "identity", "--json", "-")
+    assert "2 of 2 texts" in done.stderr
+    assert json.loads(done.stdout)["num_prompts"] == 2
     missing = run("verify", "--prompts", str(tmp_path / "none.json"))
     assert missing.returncode == 2
     assert "none.json" in missing.stderr
