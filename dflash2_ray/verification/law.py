@@ -2,7 +2,7 @@
 
 Per prompt the two samples are compared in the token at each position that drafts can reach, and in all of these tokens together.
 The statistics of one position add up over the prompts, whose draws are independent. p-values are corrected for the number of
-tests (Bonferroni), so `alpha` is the probability that a right law fails.
+tests of all laws (Bonferroni), so `ALPHA` bounds the probability that any right law fails.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,14 +43,19 @@ class LawTest:
         return {name: test for name, test in self.tests.items() if test.degrees}
 
     @property
+    def num_corrected(self) -> int:
+        """How many tests p-values are corrected for: as many of each law."""
+        return max(1, len(self.run)) * len(LAWS)
+
+    @property
     def alpha(self) -> float:
         """Bound of one p-value."""
-        return ALPHA / max(1, len(self.run))
+        return ALPHA / self.num_corrected
 
     @property
     def p_value(self) -> float:
         """The smallest one, corrected for the number of tests."""
-        return min((min(1.0, test.p_value * len(self.run)) for test in self.run.values()), default=1.0)
+        return min((min(1.0, test.p_value * self.num_corrected) for test in self.run.values()), default=1.0)
 
     @property
     def passed(self) -> bool:
@@ -61,7 +66,7 @@ class LawTest:
         return {
             "law": self.name, "options": self.options, "passed": self.passed, "refused": self.refused, "num_prompts": self.num_prompts,
             "num_samples_per_prompt_and_side": self.num_samples, "num_accepted_draft_tokens": self.num_accepted, "alpha": ALPHA,
-            "num_tests": len(self.run), "smallest_p": min((one.p_value for one in self.run.values()), default=1.0),
+            "num_tests": len(self.run), "num_tests_corrected_for": self.num_corrected, "smallest_p": min((one.p_value for one in self.run.values()), default=1.0),
             "corrected_p": self.p_value,
             "tests": [
                 {

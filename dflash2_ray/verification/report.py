@@ -102,7 +102,7 @@ class Report:
 
     def _law_lines(self, laws: tuple[LawTest, ...]) -> Iterator[str]:
         yield ""
-        yield f"Sampling law: unseeded draws against plain ones, chi-square; a right law fails with probability {ALPHA:g}"
+        yield f"Sampling law: unseeded draws against plain ones, chi-square; right laws fail with probability {ALPHA:g}"
         for law in laws:
             if not law.run:
                 yield _row(False, law.name, law.refused or "nothing varied", f"{law.num_accepted:,} drafts accepted")
@@ -113,7 +113,7 @@ class Report:
             shifts = sorted(test.detectable(law.alpha) for test in tests)
             powers = sorted(test.power(0.1, law.alpha) for test in tests)
             yield (
-                f"       {len(law.run)} tests (p corrected), {sum(test.degrees for test in tests)} degrees of freedom; 90 % power against a shift of "
+                f"       {len(law.run)} tests (p is corrected for {law.num_corrected}), {sum(test.degrees for test in tests)} degrees of freedom; 90 % power against a shift of "
                 f"{_percent(shifts[0])} to {_percent(shifts[-1])}; power against 10 %: {powers[0]:.2f} to {powers[-1]:.2f}"
             )
 
