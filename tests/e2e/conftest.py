@@ -121,4 +121,4 @@ def tiny_pair(tmp_path_factory):
 def text_pair(tmp_path_factory):
     """A tiny pair whose tokens 4 … 11 are letters of a text that a grammar can ask for, and 2 ends one; its drafts go far."""
     folder = tmp_path_factory.mktemp("text_pair")
-    return build_tiny_pair(folder, vocab_size=12, mask_token_id=3, candidates=12, sharpness=6, eos_token_id=2)
+    return build_tiny_pair(folder, vocab_size=12, mask_token_id=3, candidates=12, sharpness=7, eos_token_id=2)

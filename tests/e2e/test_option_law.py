@@ -1,0 +1,263 @@
+"""Options: at every slot of a verify block the emitted token has the target's law with the request's options applied to the
+true history, accepted drafts included, under the standard rule (unseeded requests) and the matching rule (seeded ones).
+
+Every emitted token is mapped into [0, 1) by its exact law: U = mass of the tokens ordered before it + V times its own mass, V
+uniform. Under the exact law U is uniform, whatever the context, the slot and the order are; so the U of a slot are counted in
+bins. The exact law is restated here in plain Python on transformers' fp64 logits. Engines with a bug fail the same check.
+"""
+
+import copy
+import math
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import regex
+import torch
+from scipy.stats import chi2
+
+from dflash2_ray.core.messages import RequestSpec
+from dflash2_ray.core.sampling_params import SamplingParams
+from dflash2_ray.runtime import shapers
+from dflash2_ray.sampling import rejection
+from dflash2_ray.sampling.shaping import LogitShaper
+from dflash2_ray.text.response_format import response_grammar
+
+EOS = 2
+LETTERS = dict(zip(range(4, 12), "!\"#$%&'(", strict=True))
+PROMPTS = [(5, 9, 4), (7,), (4, 4, 10, 6), (0, 11, 8, 8), (1, 6, 9, 5, 7)]
+MAX_TOKENS = 13  # the prefill's token and three full blocks
+WIDTH = 3  # draft slots 0, 1 and 2 of a block; slot 3 holds the bonus
+BINS = 20
+REGEX = r"""([!"#$%]{1,3}[&'(]{1,2}){2,9}"""
+
+OPTIONS = {
+    "none": {},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.8},
+    "negative frequency_penalty": {"frequency_penalty": -0.5},
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "logit_bias": {"logit_bias": {4: 1.5, 9: -2.0, 11: -100}},
+    "allowed_token_ids": {"allowed_token_ids": [0, 1, 4, 5, 7, 8, 9, 10, 11]},
+    "bad_words": {"bad_words_token_ids": [[5], [4, 6], [7, 8], [8, 7, 4], [9, 9, 9]]},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": [4, 9], "ignore_eos": False},
+    "min_p": {"min_p": 0.3},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "grammar": {"grammar": response_grammar({"type": "regex", "regex": REGEX}), "ignore_eos": False},
+    "penalties": {"presence_penalty": -0.6, "frequency_penalty": 0.9, "repetition_penalty": 0.7, "temperature": 1.3},
+    "long bad_words": {
+        "allowed_token_ids": [4, 5, 6, 7, 8, 9, 10, 11],
+        "bad_words_token_ids": [[4, 5, 6], [7, 8], [5, 4, 4, 7], [6, 6, 6, 6], [9, 9]],
+        "logit_bias": {7: 0.5},
+    },
+    "grammar and more": {
+        "grammar": response_grammar({"type": "regex", "regex": REGEX}), "ignore_eos": False, "frequency_penalty": 0.7,
+        "logit_bias": {EOS: -1.0, 5: 0.5}, "bad_words_token_ids": [[4, 8], [9, 9]], "top_p": 0.97,
+    },
+    "all but grammar": {
+        "presence_penalty": 0.3, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {4: 0.5, 9: -0.5},
+        "allowed_token_ids": [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11], "bad_words_token_ids": [[4, 5], [10, 11]], "min_tokens": 8,
+        "stop_token_ids": [8], "ignore_eos": False, "top_k": 9, "top_p": 0.97, "min_p": 0.1, "temperature": 1.2,
+    },
+}  # fmt: skip
+RULES = {"u": "standard", "s": "matching"}
+
+
+# ---- what the engine emits ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One token, and where it was decided. slot: its place in its verify block, None for the token of a prefill."""
+
+    spec: RequestSpec
+    output: tuple[int, ...]
+    token: int
+    slot: int | None
+
+
+@pytest.fixture(scope="module")
+def loop(text_pair):
+    from dflash2_ray import LLM
+
+    settings = {"dtype": "float32", "max_num_seqs": 128, "max_queued_requests": 10_000, "draft_width": "fixed"}
+    engine = LLM(target=text_pair.target, drafter=text_pair.drafter, **settings)
+    engine._loop._salt = "law"  # so that the noise of unseeded requests is that of their ids, every time
+    yield engine._loop
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def exact_target(text_pair):
+    return copy.deepcopy(text_pair.hf_target).double()
+
+
+def requests(name, each):
+    """`each` unseeded and as many seeded requests with the options of that name, in turns."""
+    options = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **OPTIONS[name]}
+    for index in range(each):
+        for rule in RULES:
+            params = SamplingParams(seed=index if rule == "s" else None, **options)
+            yield RequestSpec(f"{rule}:{name}:{index}", PROMPTS[index % len(PROMPTS)], params)
+
+
+def run(loop, specs):
+    """Every token that the engine emits for these requests."""
+    by_id = {spec.request_id: spec for spec in specs}
+    for spec in specs:
+        loop.add(spec)
+    outputs = defaultdict(tuple)
+    emitted = []
+    while loop.has_work:
+        for delta in loop.step():
+            for place, token in enumerate(delta.token_ids):
+                output = outputs[delta.request_id]
+                emitted.append(Emitted(by_id[delta.request_id], output, token, place if delta.steps else None))
+                outputs[delta.request_id] = (*output, token)
+    return emitted
+
+
+# ---- the law that they must have, restated --------------------------------------------------------------------------
+
+
+def exact_logits(target, emitted):
+    """Logits behind every context, fp64, in the order of `emitted`: one batch of whole sequences."""
+    contexts = [(*one.spec.prompt_token_ids, *one.output) for one in emitted]
+    inner = {context[:-1] for context in contexts}
+    whole = [context for context in dict.fromkeys(contexts) if context not in inner]
+    longest = max(map(len, whole))
+    with torch.inference_mode():
+        found = target(torch.tensor([[*context, *[0] * (longest - len(context))] for context in whole])).logits
+    rows = {context[: end + 1]: found[row, end] for row, context in enumerate(whole) for end in range(len(context))}
+    return [rows[context].tolist() for context in contexts]
+
+
+def excluded(spec, output, vocab_size):
+    """Tokens that cannot be emitted behind this output."""
+    params = spec.params
+    gone = set()
+    if params.allowed_token_ids is not None:
+        gone |= set(range(vocab_size)) - set(params.allowed_token_ids)
+    for word in params.bad_words_token_ids:
+        *before, last = word
+        if list(output[len(output) - len(before) :]) == before:
+            gone.add(last)
+    if len(output) < params.min_tokens:
+        gone |= {EOS, *params.stop_token_ids}
+    if params.grammar is not None:
+        gone |= set(range(vocab_size)) - continuing("".join(LETTERS[token] for token in output))
+    return gone
+
+
+@cache
+def continuing(text):
+    """Tokens that may follow a text of REGEX."""
+    tokens = {token for token, letter in LETTERS.items() if regex.fullmatch(REGEX, text + letter, partial=True)}
+    return tokens | ({EOS} if regex.fullmatch(REGEX, text) else set())
+
+
+def shaped(logits, spec, output):
+    """Logits with the options applied."""
+    params, counts = spec.params, Counter(output)
+    logits = list(logits)
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    for token in set(output) | set(spec.prompt_token_ids):
+        logits[token] *= 1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
+    for token, count in counts.items():
+        logits[token] -= params.presence_penalty + params.frequency_penalty * count
+    for token in excluded(spec, output, len(logits)):
+        logits[token] = -math.inf
+    return logits
+
+
+def softmax(logits, temperature):
+    top = max(logits)
+    weights = [math.exp((logit - top) / temperature) for logit in logits]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def filtered(probs, params):
+    """Probabilities behind top_k, top_p and min_p."""
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    kept = order[: params.top_k or None]
+    mass = math.fsum(probs[token] for token in kept)
+    reached, nucleus = 0.0, []
+    for token in kept:
+        if params.top_p < 1 and reached >= params.top_p:
+            break
+        nucleus.append(token)
+        reached += probs[token] / mass
+    kept = [token for token in nucleus if probs[token] >= params.min_p * probs[order[0]]]
+    mass = math.fsum(probs[token] for token in kept)
+    return [probs[token] / mass if token in kept else 0.0 for token in range(len(probs))]
+
+
+# ---- the check ------------------------------------------------------------------------------------------------------
+
+
+def orders(law, plain):
+    """Orders of the tokens by name: each shows other errors of a law. plain: the law without options."""
+    tokens = range(len(law))
+    return {
+        "id": tokens,
+        "likely first": sorted(tokens, key=lambda token: -law[token]),
+        "favoured first": sorted(tokens, key=lambda token: -law[token] / plain[token]),
+    }
+
+
+def places(target, emitted):
+    """U of every token: {(group, order): [U]}, or None when one had no probability. Groups: the slot, and the place in the
+    output (options change with it)."""
+    dice = random.Random(20261201)
+    found = defaultdict(list)
+    for one, logits in zip(emitted, exact_logits(target, emitted), strict=True):
+        params = one.spec.params
+        law = filtered(softmax(shaped(logits, one.spec, one.output), params.temperature), params)
+        if law[one.token] == 0:
+            return None
+        for name, order in orders(law, softmax(logits, params.temperature)).items():
+            order = list(order)
+            before = math.fsum(law[token] for token in order[: order.index(one.token)])
+            place = before + dice.random() * law[one.token]
+            found["slot", one.slot, name].append(place)
+            found["position", len(one.output), name].append(place)
+    return found
+
+
+def chi_square_p(values):
+    """p-value of the values being uniform on [0, 1)."""
+    counts = Counter(min(int(value * BINS), BINS - 1) for value in values)
+    expected = len(values) / BINS
+    statistic = sum((counts[cell] - expected) ** 2 / expected for cell in range(BINS))
+    return chi2.sf(statistic, BINS - 1)
+
+
+def worst_p(target, emitted):
+    """The smallest p-value over slots, positions and orders, times their number; 0 where an impossible token was emitted."""
+    found = places(target, emitted)
+    if found is None:
+        return 0.0
+    values = [chi_square_p(one) for one in found.values() if len(one) >= 5 * BINS]
+    return min(1.0, len(values) * min(values))
+
+
+def by_rule(emitted):
+    return {rule: [one for one in emitted if one.spec.request_id.startswith(f"{key}:")] for key, rule in RULES.items()}
+
+
+CUT = 1e-3  # per rule and option
+EACH = 500
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_slot_has_the_law_of_its_history(loop, exact_target, name):
+    for rule, emitted in by_rule(run(loop, list(requests(name, EACH)))).items():
+        slots = Counter(one.slot for one in emitted)
+        print(name, rule, sorted(slots.items(), key=str), p := worst_p(exact_target, emitted))
+        continue
+        assert min(slots[slot] for slot in range(WIDTH + 1)) >= 200
+        assert worst_p(exact_target, emitted) > CUT
