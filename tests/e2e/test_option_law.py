@@ -10,8 +10,9 @@ import copy
 import math
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import pytest
 import regex
@@ -109,7 +110,7 @@ def run(loop, specs):
     by_id = {spec.request_id: spec for spec in specs}
     for spec in specs:
         loop.add(spec)
-    outputs = defaultdict(tuple)
+    outputs = {spec.request_id: spec.output_token_ids for spec in specs}
     emitted = []
     while loop.has_work:
         for delta in loop.step():
@@ -177,7 +178,8 @@ def shaped(logits, spec, output):
 def softmax(logits, temperature):
     top = max(logits)
     weights = [math.exp((logit - top) / temperature) for logit in logits]
-    return [weight / math.fsum(weights) for weight in weights]
+    mass = math.fsum(weights)
+    return [weight / mass for weight in weights]
 
 
 def filtered(probs, params):
@@ -249,15 +251,150 @@ def by_rule(emitted):
     return {rule: [one for one in emitted if one.spec.request_id.startswith(f"{key}:")] for key, rule in RULES.items()}
 
 
-CUT = 1e-3  # per rule and option
-EACH = 500
+def check(target, emitted, least):
+    """Both rules must have the law, with at least so many tokens at every slot."""
+    for rule, own in by_rule(emitted).items():
+        slots = Counter(one.slot for one in own)
+        worst = worst_p(target, own)
+        print(f"{rule}: p {worst:.2g}, tokens of slots {[slots[slot] for slot in range(WIDTH + 1)]}")
+        assert min(slots[slot] for slot in range(WIDTH + 1)) >= least
+        assert worst > CUT
+
+
+CUT = 1e-3  # per rule and test; mutants must come out a thousand times lower
+EACH = 600
+MORE = {"grammar": 900, "grammar and more": 1000}  # drafts know no grammar: fewer of them get far
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_slot_has_the_law_of_its_history(loop, exact_target, name):
-    for rule, emitted in by_rule(run(loop, list(requests(name, EACH)))).items():
-        slots = Counter(one.slot for one in emitted)
-        print(name, rule, sorted(slots.items(), key=str), p := worst_p(exact_target, emitted))
-        continue
-        assert min(slots[slot] for slot in range(WIDTH + 1)) >= 200
-        assert worst_p(exact_target, emitted) > CUT
+    check(exact_target, run(loop, list(requests(name, MORE.get(name, EACH)))), 300)
+
+
+def test_requests_with_different_options_in_one_batch(loop, exact_target):
+    """Every third one goes on behind tokens that its client has got already: they are history like any other."""
+    mixed = [spec for row in zip(*(requests(name, 45) for name in OPTIONS), strict=True) for spec in row]
+    mixed = [replace(spec, output_token_ids=(6, 7)) if index % 3 == 0 else spec for index, spec in enumerate(mixed)]
+    check(exact_target, run(loop, mixed), 300)
+
+
+# ---- mutants --------------------------------------------------------------------------------------------------------
+
+
+def _shape(monkeypatch, wrong):
+    """wrong(shape, shaper, logits, output, drafts) in place of shape(shaper, logits, output, drafts)."""
+    shape = LogitShaper.shape
+    monkeypatch.setattr(LogitShaper, "shape", lambda shaper, *block: wrong(shape, shaper, *block))
+
+
+def _drafts_are_no_history(monkeypatch):
+    def wrong(shape, shaper, logits, output, drafts):
+        for row in range(len(logits)):
+            shape(shaper, logits[row : row + 1], output, [])
+
+    _shape(monkeypatch, wrong)
+
+
+def _only_the_first_slot(monkeypatch):
+    _shape(monkeypatch, lambda shape, shaper, logits, output, drafts: shape(shaper, logits[:1], output, []))
+
+
+def _not_the_bonus(monkeypatch):
+    def wrong(shape, shaper, logits, output, drafts):
+        shape(shaper, logits[: max(1, len(drafts))], output, drafts[:-1])
+
+    _shape(monkeypatch, wrong)
+
+
+def _a_draft_is_its_own_history(monkeypatch):
+    penalise = LogitShaper._penalise
+
+    def wrong(shaper, logits, output, drafts):
+        shifted = torch.cat([logits[:1], logits[:-1]])
+        penalise(shaper, shifted, output, drafts)
+        penalise(shaper, logits, output, drafts)
+        logits[:-1] = shifted[1:]
+
+    monkeypatch.setattr(LogitShaper, "_penalise", wrong)
+
+
+def _rejected_drafts_stay_counted(monkeypatch):
+    penalise = LogitShaper._penalise
+
+    def wrong(shaper, logits, output, drafts):
+        penalise(shaper, logits, output, drafts)
+        shaper._counts.update(drafts[-1:])
+
+    monkeypatch.setattr(LogitShaper, "_penalise", wrong)
+
+
+def _shaper_with(change):
+    """A mutant that builds shapers from other settings."""
+    return lambda monkeypatch: monkeypatch.setattr(
+        shapers, "LogitShaper", lambda **settings: LogitShaper(**{**settings, **change(settings)})
+    )
+
+
+_min_tokens_one_short = _shaper_with(lambda settings: {"min_tokens": settings["min_tokens"] - 1})
+_min_tokens_one_long = _shaper_with(lambda settings: {"min_tokens": settings["min_tokens"] + 1})
+_prompt_is_no_history = _shaper_with(lambda settings: {"prompt": ()})
+
+
+def _min_tokens_by_block(monkeypatch):
+    def wrong(shape, shaper, logits, output, drafts):
+        shape(shaper, logits, output, drafts)
+        if len(output) < shaper._min_tokens:
+            logits[:, shaper._ending] = -math.inf
+
+    _shape(monkeypatch, wrong)
+
+
+def _filters_at_the_first_slot_only(monkeypatch):
+    probabilities = rejection._probabilities
+
+    def wrong(logits, rows, starts, sampled):
+        count = len(rows.num_drafts)
+        probs = probabilities(logits, replace(rows, top_k=[0] * count, top_p=[1.0] * count, min_p=[0.0] * count), starts, sampled)
+        firsts = [0, *accumulate(rows.num_drafts[r] + 1 for r in sampled)][:-1]
+        probs[firsts] = probabilities(logits, rows, starts, sampled)[firsts]
+        return probs
+
+    monkeypatch.setattr(rejection, "_probabilities", wrong)
+
+
+def _min_p_a_little_higher(monkeypatch):
+    right = rejection.target_probs
+    monkeypatch.setattr(rejection, "target_probs", lambda *given: right(*given[:-1], [1.2 * floor for floor in given[-1]]))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name"),
+    [
+        (_drafts_are_no_history, "presence_penalty"),
+        (_drafts_are_no_history, "frequency_penalty"),
+        (_drafts_are_no_history, "repetition_penalty"),
+        (_drafts_are_no_history, "bad_words"),
+        (_drafts_are_no_history, "grammar"),
+        (_drafts_are_no_history, "all but grammar"),
+        (_only_the_first_slot, "presence_penalty"),
+        (_only_the_first_slot, "logit_bias"),
+        (_only_the_first_slot, "allowed_token_ids"),
+        (_not_the_bonus, "frequency_penalty"),
+        (_not_the_bonus, "logit_bias"),
+        (_not_the_bonus, "grammar and more"),
+        (_a_draft_is_its_own_history, "frequency_penalty"),
+        (_rejected_drafts_stay_counted, "frequency_penalty"),
+        (_prompt_is_no_history, "repetition_penalty"),
+        (_min_tokens_one_short, "min_tokens"),
+        (_min_tokens_one_long, "min_tokens"),
+        (_min_tokens_by_block, "min_tokens"),
+        (_filters_at_the_first_slot_only, "top_k"),
+        (_filters_at_the_first_slot_only, "top_p"),
+        (_min_p_a_little_higher, "min_p"),
+    ],
+)
+def test_mutants_fail_the_same_check(loop, exact_target, monkeypatch, mutate, name):
+    mutate(monkeypatch)
+    worst = {rule: worst_p(exact_target, own) for rule, own in by_rule(run(loop, list(requests(name, EACH // 2)))).items()}
+    print(worst)
+    assert max(worst.values()) < CUT / 1000
