@@ -81,6 +81,13 @@ class Emitted:
     token: int
     slot: int | None
 
+    @property
+    def fresh(self) -> list[int]:
+        """Tokens that only accepted drafts of this very block have brought into the text, the last one first."""
+        text = self.spec.prompt_token_ids + self.output
+        block = len(text) - (self.slot or 0)
+        return [token for token in reversed(text[block:]) if token not in text[:block]]
+
 
 @pytest.fixture(scope="module")
 def loop(text_pair):
@@ -213,25 +220,22 @@ def named(params):
 def orders(law, plain, one):
     """Orders of the tokens, by name; each shows other errors. plain: the law without options.
 
-    recent first: those that this very block brought into the text lead, then the last ones of the text.
+    recent first: the fresh ones lead, then the last ones of the text.
     """
     tokens = range(len(law))
-    text = one.spec.prompt_token_ids + one.output
-    block = len(text) - (one.slot or 0)
-    new = [token for token in reversed(text[block:]) if token not in text[:block]]
     own = named(one.spec.params)
     favour = [(-round(law[token] / plain[token], 9), token not in own, token) for token in tokens]
     return {
         "id": list(tokens),
         "likely first": sorted(tokens, key=lambda token: -law[token]),
-        "recent first": list(dict.fromkeys([*new, *reversed(text), *tokens])),
+        "recent first": list(dict.fromkeys([*one.fresh, *reversed(one.spec.prompt_token_ids + one.output), *tokens])),
         "favoured first": sorted(tokens, key=favour.__getitem__),
     }
 
 
 def places(target, emitted):
-    """U of every token: {(group, order): [U]}, or None when one had no probability. Groups: the slot, whether
-    drafts of the block are before it, and both of that and the place in the output."""
+    """U of every token: {(group, order): [U]}, or None when one had no probability. Groups: the slot; whether
+    the block has brought new tokens into the text; the place in the output, with drafts of the block before it or not."""
     dice = random.Random(20261201)
     found = defaultdict(list)
     for one, logits in zip(emitted, exact_logits(target, emitted), strict=True):
@@ -243,7 +247,7 @@ def places(target, emitted):
             before = math.fsum(law[token] for token in order[: order.index(one.token)])
             place = before + dice.random() * law[one.token]
             found["slot", one.slot, name].append(place)
-            found["behind drafts", bool(one.slot), name].append(place)
+            found["fresh", bool(one.fresh), name].append(place)
             found["position", len(one.output), bool(one.slot), name].append(place)
     return found
 
