@@ -72,29 +72,28 @@ def hf_drafter():
     return DFlash2DraftModel.from_pretrained(ASSETS / "drafter", dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="session")
-def tiny_pair(tmp_path_factory):
-    """A random target with a vocabulary of 8 and a random drafter: flat laws overlap, so drafts are accepted."""
+def build_tiny_pair(folder, *, vocab_size=8, mask_token_id=7, candidates=4, sharpness=12, eos_token_id=None):
+    """Write a random target and a random drafter. sharpness: scale of the logits; the flatter the laws, the more they overlap."""
     from dflash.model import DFlash2DraftModel
     from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny_pair")
     torch.manual_seed(SEED)
     shape = {
         "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "vocab_size": 8, "max_position_embeddings": 64, "rope_theta": 10000.0,
+        "vocab_size": vocab_size, "max_position_embeddings": 64, "rope_theta": 10000.0,
     }
-    target = Qwen3ForCausalLM(Qwen3Config(**shape, num_hidden_layers=3, tie_word_embeddings=False, eos_token_id=None))
+    settings = Qwen3Config(**shape, num_hidden_layers=3, tie_word_embeddings=False, eos_token_id=eos_token_id)
+    target = Qwen3ForCausalLM(settings)
     with torch.no_grad():
-        target.lm_head.weight.mul_(12)
+        target.lm_head.weight.mul_(sharpness)
         target.model.embed_tokens.weight.mul_(20)
     target.save_pretrained(folder / "target")
     tokenizer = json.loads((ASSETS / "target" / "tokenizer.json").read_text())
     (folder / "target" / "tokenizer.json").write_text(json.dumps(tokenizer))
     method = {
-        "block_size": 4, "mask_token_id": 7, "target_layer_ids": [0, 1], "conv_kernel_size": 2, "conv_group_size": 16,
-        "selector_rank": 8, "selector_top_k": 4,
+        "block_size": 4, "mask_token_id": mask_token_id, "target_layer_ids": [0, 1], "conv_kernel_size": 2, "conv_group_size": 16,
+        "selector_rank": 8, "selector_top_k": candidates,
     }
     config = Qwen3Config(**shape, num_hidden_layers=1, architectures=["DFlash2DraftModel"], dflash_config=method, num_target_layers=3)
     drafter = DFlash2DraftModel(config)
@@ -110,3 +109,16 @@ def tiny_pair(tmp_path_factory):
     raw = config.to_dict() | {"architectures": ["DFlash2DraftModel"], "dflash_config": method, "model_type": "qwen3"}
     (folder / "drafter" / "config.json").write_text(json.dumps(raw, default=str))
     return SimpleNamespace(target=str(folder / "target"), drafter=str(folder / "drafter"), hf_target=target.eval())
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory):
+    """A random target with a vocabulary of 8 and a random drafter: flat laws overlap, so drafts are accepted."""
+    return build_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def text_pair(tmp_path_factory):
+    """A tiny pair whose tokens 4 … 11 are letters of a text that a grammar can ask for, and 2 ends one; its drafts go far."""
+    folder = tmp_path_factory.mktemp("text_pair")
+    return build_tiny_pair(folder, vocab_size=12, mask_token_id=3, candidates=12, sharpness=7, eos_token_id=2)

@@ -32,7 +32,7 @@ DRAWS = 6000
 def engine(tiny_pair):
     from dflash2_ray import LLM
 
-    engine = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=32, draft_width="fixed")
+    engine = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=128, draft_width="fixed")
     engine._loop._salt = "law"  # so that the noise of unseeded requests is that of their ids, every time
     yield engine
     engine.close()
@@ -60,14 +60,14 @@ def exact_law(hf_target, options, length):
 
 def draw(loop, options, length, num_draws, max_tokens=5, seeded=False):
     """First `length` tokens of `num_draws` requests s0, s1, … with seeds 0, 1, … or none; returns (index of the sequence,
-    accepted)."""
+    accepted). What a request has beyond them is not waited for."""
     indices = []
     accepted = 0
     tokens: dict[str, list[int]] = {}
     waiting = iter(range(num_draws))
     open_requests = 0
     while True:
-        while open_requests < 64 and (seed := next(waiting, None)) is not None:
+        while open_requests < 128 and (seed := next(waiting, None)) is not None:
             params = SamplingParams(seed=seed if seeded else None, max_tokens=max_tokens, **options)
             loop.add(RequestSpec(f"s{seed}", PROMPT, params))
             open_requests += 1
@@ -75,9 +75,10 @@ def draw(loop, options, length, num_draws, max_tokens=5, seeded=False):
             return indices, accepted
         for delta in loop.step():
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-            if delta.finish_reason:
+            accepted += sum(kept - 1 for _, kept, _ in delta.steps)
+            if len(tokens[delta.request_id]) >= length:
+                loop.abort(delta.request_id)
                 open_requests -= 1
-                accepted += delta.stats["num_accepted_draft_tokens"]
                 index = 0
                 for token in tokens.pop(delta.request_id)[:length]:
                     index = index * VOCAB + token
@@ -113,6 +114,8 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_joint_law_of_three_tokens(engine, tiny_pair, options, seeded):
     draws = DRAWS // 3 if seeded else DRAWS  # more of the matching rule's law is in tests/unit/test_matching.py
+    if options == OPTIONS[0]:
+        draws *= 2  # as many as any mutant below gets
     indices, accepted = draw(engine._loop, options, 3, draws, seeded=seeded)
     statistic, cut = chi_square(indices, exact_law(tiny_pair.hf_target, options, 3))
     assert accepted > draws / 4
@@ -130,7 +133,7 @@ def test_plain_decoding_has_the_same_law(engine, tiny_pair, options):
 def test_a_changing_draft_width_keeps_the_law(tiny_pair):
     from dflash2_ray import LLM
 
-    adaptive = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=32, draft_width="auto")
+    adaptive = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=128, draft_width="auto")
     loop, widths = adaptive._loop, itertools.cycle([3, 0, 1, 3, 2])
     decide = loop.control.decide
     loop.control.decide = lambda load: loop.control.force(next(widths)) or decide(load)
@@ -167,7 +170,7 @@ def _trim_looks_at_the_drawn_token(monkeypatch, loop):
     def change(proposal):
         drawn = torch.tensor(proposal.token_ids)[:, None]
         q = (proposal.candidate_probs * (proposal.candidate_ids == drawn)).sum(-1)
-        keep = max(1, int((q > 0.3).int().cumprod(0).sum()))
+        keep = max(1, int((q > 0.2).int().cumprod(0).sum()))
         return replace(
             proposal,
             token_ids=proposal.token_ids[:keep],
@@ -186,15 +189,22 @@ def _argmax_as_sampled(monkeypatch, loop):
 
 
 @pytest.mark.parametrize(
-    "mutate", [_shared_noise, _other_temperature, _trim_looks_at_the_drawn_token, _argmax_as_sampled]
+    ("mutate", "draws"),
+    [
+        (_shared_noise, DRAWS),
+        (_other_temperature, DRAWS),
+        (_trim_looks_at_the_drawn_token, 2 * DRAWS),
+        (_argmax_as_sampled, DRAWS),
+    ],
 )
-def test_mutants_fail_the_same_test(engine, tiny_pair, monkeypatch, mutate):
+def test_mutants_fail_the_same_test(engine, tiny_pair, monkeypatch, mutate, draws):
     options = OPTIONS[0]
     mutate(monkeypatch, engine._loop)
-    indices, accepted = draw(engine._loop, options, 3, 4 * DRAWS)
+    indices, accepted = draw(engine._loop, options, 3, draws)
     statistic, cut = chi_square(indices, exact_law(tiny_pair.hf_target, options, 3))
+    print(f"{mutate.__name__}: {statistic:.0f}, cut {cut:.0f}")
     assert accepted > 0
-    assert statistic > cut
+    assert statistic > 1.2 * cut
 
 
 # ---- seeded output depends on nothing but the request ---------------------------------------------------------------
