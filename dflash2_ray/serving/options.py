@@ -30,6 +30,7 @@ class Option:
 _E2E = "tests/e2e/test_options.py"
 _STRUCTURED = "tests/serve/test_structured.py"
 _LAW = "tests/e2e/test_sampling_law.py"
+_SHAPED = "tests/e2e/test_option_law.py"
 _HTTP = "tests/serve/test_options.py"
 _BAD = "tests/serve/test_http.py"
 _NUMBER, _INTEGER, _FLAG = {"type": "number"}, {"type": "integer"}, {"type": "boolean"}
@@ -48,16 +49,16 @@ def _refused(name: str, *neutral: Any, routes: tuple[str, ...] = ROUTES) -> Opti
 
 OPTIONS: tuple[Option, ...] = (
     _exact("temperature", {**_NUMBER, "minimum": 0, "maximum": 100}, _LAW),
-    _exact("top_p", {**_NUMBER, "exclusiveMinimum": 0, "maximum": 1}, _LAW),
-    _exact("top_k", {**_INTEGER, "minimum": -1}, _LAW),
-    _exact("min_p", {**_NUMBER, "minimum": 0, "maximum": 1}, _LAW),
-    _exact("presence_penalty", {**_NUMBER, "minimum": -2, "maximum": 2}),
-    _exact("frequency_penalty", {**_NUMBER, "minimum": -2, "maximum": 2}),
-    _exact("repetition_penalty", {**_NUMBER, "exclusiveMinimum": 0, "maximum": 100}),
-    _exact("logit_bias", {"type": "object", "additionalProperties": {**_NUMBER, "minimum": -100, "maximum": 100}}),
-    _exact("allowed_token_ids", _IDS),
-    _exact("bad_words", _TEXTS),
-    _exact("min_tokens", {**_INTEGER, "minimum": 0}),
+    _exact("top_p", {**_NUMBER, "exclusiveMinimum": 0, "maximum": 1}, _SHAPED),
+    _exact("top_k", {**_INTEGER, "minimum": -1}, _SHAPED),
+    _exact("min_p", {**_NUMBER, "minimum": 0, "maximum": 1}, _SHAPED),
+    _exact("presence_penalty", {**_NUMBER, "minimum": -2, "maximum": 2}, _SHAPED),
+    _exact("frequency_penalty", {**_NUMBER, "minimum": -2, "maximum": 2}, _SHAPED),
+    _exact("repetition_penalty", {**_NUMBER, "exclusiveMinimum": 0, "maximum": 100}, _SHAPED),
+    _exact("logit_bias", {"type": "object", "additionalProperties": {**_NUMBER, "minimum": -100, "maximum": 100}}, _SHAPED),
+    _exact("allowed_token_ids", _IDS, _SHAPED),
+    _exact("bad_words", _TEXTS, _SHAPED),
+    _exact("min_tokens", {**_INTEGER, "minimum": 0}, _SHAPED),
     _exact("max_tokens", {**_INTEGER, "minimum": 1}, _BAD),
     _exact("max_completion_tokens", {**_INTEGER, "minimum": 1}, _BAD, ("chat",), sampling=False),
     _exact("stop", _TEXTS),
