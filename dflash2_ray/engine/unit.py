@@ -47,6 +47,7 @@ class Unit:
         self._stopping = False
         self._num_fruitless = 0
         self._num_calls = 0  # of requests and descriptions
+        self._num_by_line = 0  # requests whose deltas went by a front's line
         self._num_rebuilds = 0
         self._last_rebuild_s: float | None = None
         self._keeper = DrafterKeeper(config, placement, self._send_address) if placement.separate else None
@@ -130,7 +131,9 @@ class Unit:
 
     def _take(self, request_id: str, line: Line) -> bool:
         mailbox = self._streams.get(request_id)
-        return mailbox is not None and mailbox.go_by(line)
+        taken = mailbox is not None and mailbox.go_by(line)
+        self._num_by_line += taken
+        return taken
 
     def _hang_up(self, line: Line) -> None:
         for mailbox in self._streams.values():
@@ -230,6 +233,7 @@ class Unit:
             **await group.describe(),
             "num_requests_in_flight": self._places.num_requests,
             "num_queued_tokens": self._places.num_queued_tokens,
+            "num_requests_by_line": self._num_by_line,
             "generation": group.generation,
             "num_rebuilds": self._num_rebuilds,
             "last_rebuild_s": self._last_rebuild_s,

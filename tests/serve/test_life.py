@@ -148,6 +148,17 @@ def test_client_answers_like_the_engine(idle, engine, run_async):
     assert streamed[-1].generation.token_ids == expected[0].token_ids
 
 
+def test_the_ingress_takes_deltas_by_its_line_and_a_client_by_the_stream(idle):
+    from dflash2_ray import Client
+
+    body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
+    before = idle.http.get("/server_info").json()["num_requests_by_line"]
+    by_line = [idle.http.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2)]
+    assert idle.http.get("/server_info").json()["num_requests_by_line"] == before + 2
+    assert [Client().generate(body["prompt"], temperature=0, max_tokens=24)[0].text] * 2 == by_line
+    assert idle.http.get("/server_info").json()["num_requests_by_line"] == before + 2
+
+
 def test_closing_a_client_stream_cancels(idle):
     from dflash2_ray import Client
 
