@@ -119,7 +119,7 @@ class Mailbox:
         return True
 
     def hang_up(self) -> None:
-        """The line is gone: `get` raises UnitLost."""
+        """Nobody waits for the request here any more: `get` raises UnitLost."""
         self._queue.put_nowait(None)
 
     async def decided(self, timeout_s: float) -> None:
@@ -131,13 +131,20 @@ class Mailbox:
 
     def waiting(self) -> list[Item]:
         """What can be had without waiting."""
-        return [item for _ in range(self._queue.qsize()) if (item := self._queue.get_nowait()) is not None]
+        items: list[Item] = []
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if item is None:
+                self._queue.put_nowait(None)
+                break
+            items.append(item)
+        return items
 
     async def get(self) -> Item:
-        """The next item that does not go by a line. Raises UnitLost when the line is gone."""
+        """The next item that does not go by a line. Raises UnitLost behind `hang_up`."""
         item = await self._queue.get()
         if item is None:
-            raise UnitLost("the front that took the request went away")
+            raise UnitLost("whoever asked for the request went away, or asks again")
         return item
 
 

@@ -86,7 +86,7 @@ class Unit:
             group = self._group
             if request_id in self._streams:  # its client lost the connection and asks again
                 group.send({"abort": request_id})
-                self._streams[request_id].put({"refused": pack_error(UnitLost("asked for again"))})
+                self._streams[request_id].hang_up()
             self._streams[request_id] = mailbox
             group.send({"add": {name: value for name, value in spec.items() if name != "by_line"}})
             added = True

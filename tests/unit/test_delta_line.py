@@ -122,6 +122,19 @@ def test_a_front_that_goes_away_is_told_to_its_requests():
     over_a_line(work)
 
 
+def test_hanging_up_behind_an_item_is_not_lost():
+    async def work(unit, lines):
+        box = unit.open("a")
+        box.put({"at": 0})
+        box.put({"at": 1})
+        box.hang_up()
+        assert [await box.get(), *box.waiting()] == [{"at": 0}, {"at": 1}]
+        with pytest.raises(UnitLost):
+            await box.get()
+
+    over_a_line(work)
+
+
 @pytest.mark.parametrize("hello", [{"token": "wrong"}, {"take": "a"}, "x", 5])
 def test_strangers_are_turned_away(hello):
     async def work(unit, lines):
