@@ -47,6 +47,7 @@ class Unit:
         self._stopping = False
         self._num_fruitless = 0
         self._num_calls = 0  # of requests and descriptions
+        self._num_cancelled = 0  # requests whose client left
         self._num_by_line = 0  # requests whose deltas went by a front's line
         self._num_rebuilds = 0
         self._last_rebuild_s: float | None = None
@@ -106,6 +107,7 @@ class Unit:
             if mailbox is not None and self._streams.get(request_id) is mailbox:
                 del self._streams[request_id]
                 if added and not finished and not group.lost.done():
+                    self._num_cancelled += 1
                     with contextlib.suppress(UnitLost):
                         group.send({"abort": request_id})
 
@@ -233,6 +235,7 @@ class Unit:
             **await group.describe(),
             "num_requests_in_flight": self._places.num_requests,
             "num_queued_tokens": self._places.num_queued_tokens,
+            "num_requests_cancelled": self._num_cancelled,
             "num_requests_by_line": self._num_by_line,
             "generation": group.generation,
             "num_rebuilds": self._num_rebuilds,

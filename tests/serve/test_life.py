@@ -9,7 +9,10 @@ import threading
 import httpx
 import pytest
 
-LONG = {"prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+# Thousands of plain steps: it is not over before a test has done what it does meanwhile.
+LONG = {
+    "prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 2000, "ignore_eos": True, "stream": True, "speculative": {"enabled": False},
+}
 
 
 class Stream:
@@ -33,9 +36,11 @@ def test_a_client_that_leaves_frees_its_request(idle):
     stream = Stream(idle)
     assert stream.first().startswith("data: {")
     idle.wait_for(lambda info: info["num_requests_running"] == 1)
+    before = _num_cancelled(idle)
     stream.leave()
     info = idle.wait_for(lambda info: info["num_requests_running"] == 0)
     assert info["num_free_pages"] == info["num_pages"]
+    assert info["num_requests_cancelled"] == before + 1
 
 
 def test_a_client_that_waits_for_a_whole_answer_and_leaves_frees_its_request(idle):
@@ -45,16 +50,17 @@ def test_a_client_that_waits_for_a_whole_answer_and_leaves_frees_its_request(idl
     for thread in threads:
         thread.start()
     idle.wait_for(lambda info: info["num_requests_running"] == len(clients) - 1 and info["num_requests_waiting"] == 1)
+    before = _num_cancelled(idle)
     for client in clients:
         client.close()
     info = idle.wait_for(lambda info: info["num_requests_in_flight"] == 0)
     assert info["num_free_pages"] == info["num_pages"]
+    assert info["num_requests_cancelled"] == before + len(clients)
     for thread in threads:
         thread.join(30)
 
 
 def test_a_client_that_leaves_the_queue_frees_its_place(idle):
-
     runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
     for runner in runners:
         runner.first()
@@ -62,12 +68,18 @@ def test_a_client_that_leaves_the_queue_frees_its_place(idle):
     waiting = threading.Thread(target=_quietly, args=(queued,), daemon=True)
     waiting.start()
     idle.wait_for(lambda info: info["num_requests_waiting"] == 1)
+    before = _num_cancelled(idle)
     queued.close()  # before its first token: it has not even got headers
     info = idle.wait_for(lambda info: info["num_requests_waiting"] == 0)
     assert info["num_requests_running"] == len(runners)
+    assert info["num_requests_cancelled"] == before + 1
     for runner in runners:
         runner.leave()
     waiting.join(30)
+
+
+def _num_cancelled(service):
+    return service.http.get("/server_info").json()["num_requests_cancelled"]
 
 
 def _quietly_whole(client):
@@ -174,7 +186,7 @@ def pid_of(info):
 
 
 def test_a_killed_rank_is_replaced_and_its_stream_goes_on(idle):
-    body = {"max_tokens": 400, "temperature": 0, "return_token_ids": True}
+    body = {"max_tokens": 400, "speculative": None, "temperature": 0, "return_token_ids": True}
     undisturbed = idle.http.post("/v1/completions", json={**LONG, **body, "stream": False}).json()["choices"][0]
     before = idle.http.get("/server_info").json()
     stream = Stream(idle, **body)
