@@ -1,10 +1,9 @@
 """Cancellation, overload, the Python client, and the loss of a rank, on a real service."""
 
-import contextlib
 import json
 import os
 import signal
-import threading
+import socket
 
 import httpx
 import pytest
@@ -43,65 +42,53 @@ def test_a_client_that_leaves_frees_its_request(idle):
     assert info["num_requests_cancelled"] == before + 1
 
 
+def asked(service, **changes):
+    """A connection with a request on it that nobody reads yet: closing it is a client that leaves before its first byte."""
+    body = json.dumps({**LONG, **changes}).encode()
+    host = service.url.removeprefix("http://")
+    name, port = host.split(":")
+    connection = socket.create_connection((name, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
 def test_a_client_that_waits_for_a_whole_answer_and_leaves_frees_its_request(idle):
     """Running and queued: neither has got a byte of its answer."""
-    clients = [httpx.Client(base_url=idle.url, timeout=120) for _ in range(idle.settings["max_num_seqs"] + 1)]
-    threads = [threading.Thread(target=_quietly_whole, args=(client,), daemon=True) for client in clients]
-    for thread in threads:
-        thread.start()
-    idle.wait_for(lambda info: info["num_requests_running"] == len(clients) - 1 and info["num_requests_waiting"] == 1)
     before = _num_cancelled(idle)
+    clients = [asked(idle, stream=False) for _ in range(idle.settings["max_num_seqs"] + 1)]
+    idle.wait_for(lambda info: info["num_requests_running"] == len(clients) - 1 and info["num_requests_waiting"] == 1)
     for client in clients:
         client.close()
     info = idle.wait_for(lambda info: info["num_requests_in_flight"] == 0)
     assert info["num_free_pages"] == info["num_pages"]
     assert info["num_requests_cancelled"] == before + len(clients)
-    for thread in threads:
-        thread.join(30)
 
 
 def test_a_client_that_leaves_the_queue_frees_its_place(idle):
     runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
     for runner in runners:
         runner.first()
-    queued = httpx.Client(base_url=idle.url, timeout=120)
-    waiting = threading.Thread(target=_quietly, args=(queued,), daemon=True)
-    waiting.start()
-    idle.wait_for(lambda info: info["num_requests_waiting"] == 1)
     before = _num_cancelled(idle)
+    queued = asked(idle)
+    idle.wait_for(lambda info: info["num_requests_waiting"] == 1)
     queued.close()  # before its first token: it has not even got headers
     info = idle.wait_for(lambda info: info["num_requests_waiting"] == 0)
     assert info["num_requests_running"] == len(runners)
     assert info["num_requests_cancelled"] == before + 1
     for runner in runners:
         runner.leave()
-    waiting.join(30)
 
 
 def _num_cancelled(service):
     return service.http.get("/server_info").json()["num_requests_cancelled"]
 
 
-def _quietly_whole(client):
-    with contextlib.suppress(httpx.HTTPError, RuntimeError):  # its connection is closed under it
-        client.post("/v1/completions", json={**LONG, "stream": False})
-
-
-def _swallow(client):
-    with client.stream("POST", "/v1/completions", json=LONG) as response:
-        for _ in response.iter_lines():
-            pass
-
-
 def test_a_full_queue_is_a_429(idle):
-
     runners = [Stream(idle) for _ in range(idle.settings["max_num_seqs"])]
     for runner in runners:
         runner.first()
-    clients = [httpx.Client(base_url=idle.url, timeout=120) for _ in range(idle.settings["max_queued_requests"])]
-    threads = [threading.Thread(target=_quietly, args=(client,), daemon=True) for client in clients]
-    for thread in threads:
-        thread.start()
+    clients = [asked(idle) for _ in range(idle.settings["max_queued_requests"])]
     idle.wait_for(lambda info: info["num_requests_waiting"] == len(clients))
     for stream in (False, True):
         answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": stream})
@@ -112,15 +99,6 @@ def test_a_full_queue_is_a_429(idle):
         runner.leave()
     for client in clients:
         client.close()
-    for thread in threads:
-        thread.join(60)
-
-
-def _quietly(client):
-    try:
-        _swallow(client)
-    except (httpx.HTTPError, RuntimeError, OSError):
-        return
 
 
 def test_client_answers_like_the_engine(idle, engine, run_async):
