@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
@@ -196,10 +194,6 @@ class LLM:
         with self._lock:
             self._loop.control.force(width)
 
-    def margins(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        """Top-1 minus top-2 target logit (fp32) at each position of `token_ids` behind the prompt: how close the choice was."""
-        return _margins(self._loop, [*prompt_token_ids], [*token_ids])
-
     def describe(self) -> dict[str, Any]:
         """What runs, and how full it is."""
         return self._loop.describe()
@@ -207,24 +201,6 @@ class LLM:
     def close(self) -> None:
         """Release the models. The object must not be used afterwards."""
         self._loop.close()
-
-
-@torch.inference_mode()
-def _margins(loop: Any, prompt: list[int], tokens: list[int]) -> list[float]:
-    """One plain pass over prompt and tokens on a cache of its own."""
-    from dflash2_ray.models.attention_batch import AttentionBatch, Span
-
-    page_size = loop.config.page_size
-    ids = [*prompt, *tokens][:-1] if tokens else prompt
-    num_pages = -(-len(ids) // page_size)
-    target = loop.runner.target
-    cache = target.allocate_cache(num_pages, page_size)
-    device = loop.config.device
-    rows = torch.arange(len(ids), device=device)
-    batch = AttentionBatch(rows, (Span(0, len(ids), len(ids), range(num_pages)),), page_size)
-    hidden, _ = target.forward(torch.tensor(ids, device=device), rows, batch, cache)
-    top = target.logits(hidden[len(prompt) - 1 :]).topk(2, dim=-1).values
-    return (top[:, 0] - top[:, 1]).tolist()
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,16 @@ def read_config(pairs: Sequence[str]) -> ServiceConfig:
     return ServiceConfig.from_keys(read_settings(pairs))
 
 
+def progress_bars() -> Progress:
+    """Bars with share and time on standard error, gone when they are done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=messages, transient=True)
+
+
 @contextmanager
 def loading_bar() -> Iterator[Any]:
     """A progress callback (phase, done, total) that draws one bar per phase on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=messages, transient=True) as bars:
+    with progress_bars() as bars:
         tasks: dict[str, Any] = {}
 
         def show(phase: str, done: float, total: float) -> None:

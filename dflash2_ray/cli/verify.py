@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from dflash2_ray.cli.settings import SETTINGS_HELP, build_engine, console, messages, read_prompts, write_json
+from dflash2_ray.cli.settings import (
+    SETTINGS_HELP,
+    build_engine,
+    console,
+    messages,
+    progress_bars,
+    read_prompts,
+    write_json,
+)
 from dflash2_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,8 +61,7 @@ def verify(
     from dflash2_ray.verification.answer import Prompt
     from dflash2_ray.verification.run import run_checks, spread
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with closing(backend), Progress(*columns, console=messages, transient=True) as bars:
+    with closing(backend), progress_bars() as bars:
         task = bars.add_task("reading prompts", total=None)
         report = run_checks(
             backend, spread([Prompt(kind == "chat", text) for kind, text in known], num_prompts), checks=set(picked), max_tokens=max_tokens,

@@ -76,7 +76,7 @@ class Unit:
         the rest there, and this stream only ends. Closing or cancelling the stream cancels the request, queued or running.
         """
         self._num_calls += 1
-        request_id, by_line = spec["request_id"], spec.get("by_line", False)
+        request_id, by_line = spec["request_id"], spec.pop("by_line", False)
         added = finished = False
         place: Place | None = None
         mailbox: Mailbox | None = None
@@ -89,7 +89,7 @@ class Unit:
                 group.send({"abort": request_id})
                 self._streams[request_id].hang_up()
             self._streams[request_id] = mailbox
-            group.send({"add": {name: value for name, value in spec.items() if name != "by_line"}})
+            group.send({"add": spec})
             added = True
             if by_line:
                 yield {"line": self._lines.address}

@@ -17,8 +17,9 @@ OPEN_PATHS = ("/health", "/ready")
 
 
 def read_key_digests(path: str | None, environment: Mapping[str, str] = os.environ) -> tuple[bytes, ...]:
-    """SHA-256 digests of the keys in the file (one per line; a line that begins with # is a comment) and in the variable DFLASH2_API_KEYS (separated
-    by commas); none where neither is given. Raises ConfigError for a file that cannot be read or holds no key."""
+    """SHA-256 digests of the keys in the file (one per line; a line that begins with # is a comment) and in the variable
+    DFLASH2_API_KEYS (separated by commas); none where neither is given. Raises ConfigError for a file that cannot be read or holds
+    no key."""
     keys = [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",")]
     if path is not None:
         try:

@@ -4,7 +4,7 @@ import logging
 import traceback
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash2_ray.errors import DFlash2Error
@@ -24,7 +24,7 @@ def failure(error: BaseException, request_id: str, *, chat: bool = False) -> tup
 
 
 def described(error: BaseException) -> str:
-    """One line, or a line per frame, without the words of foreign errors."""
+    """One line: our own errors in words, any other by its kind and the frames it came through."""
     if isinstance(error, DFlash2Error):
         return f"{type(error).__name__}: {error}"
     frames = (f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__))
@@ -32,7 +32,7 @@ def described(error: BaseException) -> str:
 
 
 class CatchAll:
-    """ASGI middleware next to the routes: nothing they raise reaches the server, which would log it word for word."""
+    """ASGI middleware next to the routes: what they raise is answered here. Nothing of it reaches the server, which would log it word for word."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,12 +50,6 @@ class CatchAll:
         except Exception as error:
             if scope["type"] != "http":
                 raise
-            answer = answer_of(Request(scope), error)
+            status, body, headers = failure(error, request_id_of(Request(scope)))
             if not started:
-                await answer(scope, receive, send)
-
-
-def answer_of(request: Request, error: Exception) -> Response:
-    """The response to a request whose route raised `error`."""
-    status, body, headers = failure(error, request_id_of(request))
-    return JSONResponse(body, status, headers=headers)
+                await JSONResponse(body, status, headers=headers)(scope, receive, send)

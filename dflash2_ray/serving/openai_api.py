@@ -15,8 +15,8 @@ from dflash2_ray.errors import InvalidRequest, RequestError, UnknownModel, http_
 from dflash2_ray.serving.logprobs import LogprobsFormat
 from dflash2_ray.serving.options import BY_NAME, options_of
 from dflash2_ray.text.short import short
-from dflash2_ray.text.text_side import TOOL_FIELDS, tool_use
-from dflash2_ray.text.tool_calls import ToolCallParser, collect
+from dflash2_ray.text.text_side import TOOL_FIELDS, callable_tools, tool_use
+from dflash2_ray.text.tool_calls import read_calls
 from dflash2_ray.text.tools import ToolUse
 
 SPECULATIVE_HEADER = "x-dflash2-speculative"
@@ -44,8 +44,7 @@ class ApiRequest:
     @property
     def tool_use(self) -> ToolUse | None:
         """The tools that may be called; None where calls are not looked for. Raises InvalidRequest."""
-        use = tool_use(self.sampling)[0]
-        return use if use is not None and use.max_calls != 0 else None
+        return callable_tools(tool_use(self.sampling)[0])
 
     @property
     def num_choices(self) -> int:
@@ -54,8 +53,8 @@ class ApiRequest:
 
 
 def read_request(body: Any, header: str | None, *, chat: bool, served_model: str, strict: bool = False, max_width: int = 2**31) -> ApiRequest:
-    """Check a parsed body. `header`: the speculative header; `strict`: unknown fields are refused; max_width: draft slots that can be had. Raises InvalidRequest or
-    UnknownModel, naming the field."""
+    """Check a parsed body. `header`: the speculative header; `strict`: unknown fields are refused; max_width: draft slots that can be
+    had. Raises InvalidRequest or UnknownModel, naming the field."""
     if not isinstance(body, Mapping):
         raise InvalidRequest(f"the body must be a JSON object, got {type(body).__name__}")
     ignored = _refuse_unoffered(body, chat)
@@ -266,8 +265,7 @@ def response_body(
         if envelope.chat:
             choice["message"] = {"role": "assistant", "content": generation.text}
             if use is not None:
-                parser = ToolCallParser(f"{envelope.id}-{index}", use.max_calls)
-                content, calls = collect([*parser.push(generation.text), *parser.finish()])
+                content, calls = read_calls([generation.text], f"{envelope.id}-{index}", use.max_calls)
                 choice["message"] |= {"content": content, **({"tool_calls": calls} if calls else {})}
                 choice["finish_reason"] = finish_reason_of(generation.finish_reason, bool(calls))
         else:

@@ -11,10 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from dflash2_ray import __version__
-from dflash2_ray.errors import DFlash2Error
 from dflash2_ray.serving.api_keys import ApiKeys
 from dflash2_ray.serving.body_limit import BodyLimit
-from dflash2_ray.serving.failures import CatchAll, answer_of
+from dflash2_ray.serving.failures import CatchAll
 from dflash2_ray.serving.head_requests import HeadAsGet
 from dflash2_ray.serving.ingress import Ingress
 from dflash2_ray.serving.openai_api import plain_error
@@ -61,7 +60,6 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
     api.add_middleware(ProcessingTime)
     api.add_middleware(HeadAsGet)
     api.add_exception_handler(HTTPException, _http_exception)  # type: ignore[arg-type]
-    api.add_exception_handler(DFlash2Error, _own_exception)  # type: ignore[arg-type]
 
     @api.post("/v1/completions", openapi_extra=body_of(request_schema(chat=False)))
     async def completions(request: Request, ingress: Any = _INGRESS) -> Response:
@@ -125,7 +123,3 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Unknown routes and methods."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(plain_error(message, "invalid_request_error"), error.status_code, headers=error.headers)
-
-
-async def _own_exception(request: Request, error: DFlash2Error) -> Response:
-    return answer_of(request, error)

@@ -14,7 +14,7 @@ from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.text.detokenizer import Detokenizer
 from dflash2_ray.text.stop_matcher import StopMatcher
 from dflash2_ray.text.tokenizer import Tokenizer
-from dflash2_ray.text.tool_calls import ToolCallParser, collect
+from dflash2_ray.text.tool_calls import read_calls
 from dflash2_ray.text.tools import ToolUse
 
 
@@ -114,12 +114,10 @@ class TextAssembler:
             metrics={"speculative_decoding": self._stats.as_dict(), "timing": timing},
         )
 
-
     def _calls(self, text: str) -> list[dict[str, Any]] | None:
         if self._tools is None:
             return None
-        parser = ToolCallParser(self._request_id, self._tools.max_calls)
-        return collect([*parser.push(text), *parser.finish()])[1]
+        return read_calls([text], self._request_id, self._tools.max_calls)[1]
 
 
 def _cut(steps: tuple[StepCount, ...], num_tokens: int) -> tuple[StepCount, ...]:

@@ -3,6 +3,7 @@
 The result is a text that llguidance reads (`sampling/grammar.py` takes it); nothing here knows a vocabulary.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -36,7 +37,13 @@ def response_grammar(response_format: Any) -> str | None:
         _only(form, "response_format", {"type", "regex", "pattern"})
         return _regex(form)
     _only(form, "response_format", {"type"})
-    return None if kind == "text" else llguidance.LLMatcher.grammar_from_json_schema(checked_schema({"type": "object"}, "response_format"))
+    return None if kind == "text" else _any_object()
+
+
+@functools.cache
+def _any_object() -> str:
+    """The grammar of any JSON object, the same for every request."""
+    return llguidance.LLMatcher.grammar_from_json_schema(checked_schema({"type": "object"}, "response_format"))
 
 
 def _json_schema(form: dict[str, Any]) -> str:

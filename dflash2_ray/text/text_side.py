@@ -61,8 +61,7 @@ class TextSide:
             if params.grammar is not None:
                 raise InvalidRequest("response_format contradicts a tool_choice that must call a tool", param="response_format")
             params = replace(params, grammar=grammar)
-        callable_ = use if use is not None and use.max_calls != 0 else None
-        return Prepared(self.prompt_ids(prompt, token_ids, messages, use), params, callable_)
+        return Prepared(self.prompt_ids(prompt, token_ids, messages, use), params, callable_tools(use))
 
     def assembler(self, request_id: str, request: Prepared) -> TextAssembler:
         """What turns the request's deltas into text, from now on."""
@@ -109,6 +108,11 @@ def tool_use(sampling: Mapping[str, Any]) -> tuple[ToolUse | None, dict[str, Any
     tools = sampling.get("tools") or None
     use = parse_tools(tools, sampling.get("tool_choice"), sampling.get("parallel_tool_calls") if tools else None)
     return use, {name: value for name, value in sampling.items() if name not in TOOL_FIELDS}
+
+
+def callable_tools(use: ToolUse | None) -> ToolUse | None:
+    """The tools that an answer may call; None where calls are not looked for."""
+    return use if use is not None and use.max_calls != 0 else None
 
 
 def each_choice(sampling: Mapping[str, Any]) -> list[dict[str, Any]]:

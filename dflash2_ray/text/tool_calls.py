@@ -184,6 +184,13 @@ class _Scan:
         return None
 
 
+def read_calls(pieces: Iterable[str], request_id: str, max_calls: int | None) -> tuple[str | None, list[dict[str, Any]]]:
+    """(content, tool_calls) of a whole text, however it is cut; arguments as of `ToolCallParser`."""
+    parser = ToolCallParser(request_id, max_calls)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return collect([*events, *parser.finish()])
+
+
 def read_call(text: str) -> tuple[str, str] | None:
     """(name, arguments as the model wrote them) of the JSON object `text`; None when it is no call.
 

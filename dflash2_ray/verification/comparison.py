@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dflash2_ray.text.short import cut
 from dflash2_ray.verification.answer import Answer, Choice, TokenLogprobs
 
 
@@ -88,5 +89,4 @@ def token_at(token_ids: Sequence[int], position: int) -> int | None:
 
 
 def _short(value: Any) -> str:
-    text = "the end" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return cut("the end" if value is None else repr(value), 60)

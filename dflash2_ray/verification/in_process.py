@@ -7,7 +7,7 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.errors import RequestError, http_error
 from dflash2_ray.serving.openai_api import ApiRequest, finish_reason_of, read_request, usage_of
 from dflash2_ray.text.text_side import each_choice
-from dflash2_ray.text.tool_calls import ToolCallParser, collect
+from dflash2_ray.text.tool_calls import read_calls
 from dflash2_ray.verification.answer import Answer, Choice, Prompt, TokenLogprobs, refusal
 from dflash2_ray.verification.backend import Facts, request_body
 
@@ -88,9 +88,7 @@ class InProcess:
             text, reason = generation.text, generation.finish_reason
             calls: tuple[tuple[str, str], ...] = ()
             if asked.tool_use is not None:
-                parser = ToolCallParser("verify", asked.tool_use.max_calls)
-                events = [event for piece in (pieces[index] if pieces else [text]) for event in parser.push(piece)]
-                content, found = collect([*events, *parser.finish()])
+                content, found = read_calls(pieces[index] if pieces else [text], "verify", asked.tool_use.max_calls)
                 text, calls = content or "", tuple((call["function"]["name"], call["function"]["arguments"]) for call in found)
                 reason = finish_reason_of(reason, bool(calls))
             told = None

@@ -11,7 +11,6 @@ from dflash2_ray.verification.law import check_law, num_draws
 from dflash2_ray.verification.option_check import OptionCheck
 from dflash2_ray.verification.report import Report
 
-CHECKS = ("identity", "law", "options")
 BOUNDS = {"float32": 1e-3}
 REDUCED_BOUND = 0.5  # of other types
 TOOLS_ROOM = 256  # tokens that the functions of the tool sets may take in a template
