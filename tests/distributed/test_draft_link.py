@@ -22,7 +22,9 @@ def context_rows(name):
 
 def step(name, first, count, anchor=7):
     """The messages of one target step; the rows of two rejected drafts come with them."""
-    rows = torch.cat([context_rows(name)[first : first + count], torch.full((2, H), 50.0)])
+    committed = context_rows(name)[first : first + count]
+    assert committed.shape[0] == count
+    rows = torch.cat([committed, torch.full((2, H), 50.0)])
     return [Rows((RowSpan(name, 0, first, count + 2),), rows), Commit(name, 0, first + count, anchor)]
 
 
@@ -112,6 +114,7 @@ def test_killed_and_replaced(transport, start_drafter, new_port, drafter, tmp_pa
         port.send(step("a", length, 3, anchor=length % 60))
         length += 3
         waited += 1
+        assert proposed(port, "d", 12) == fresh(drafter, "d", 12)  # a target's steps take their time: it has read what was sent
     assert waited > 0  # it came in bits
     assert got == fresh(drafter, "a", length, anchor=(length - 3) % 60)
     while port.num_replaying:
