@@ -99,6 +99,17 @@ class ServiceConfig(BaseModel):
     )
     num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
     num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
+    drain_timeout_s: float = Field(
+        60.0, ge=0, description="How long a replica that is to go (scale-down, redeploy, shutdown) lets its running requests finish; what "
+        "is left then goes on at another unit, if there is one."
+    )
+    startup_probe: Literal["warn", "refuse", "off"] = Field(
+        "warn", description="A real generation before a unit is ready. warn: says so in the log and in /server_info when the drafter is "
+        "accepted less than acceptance_floor; refuse: does not start then; off: no generation."
+    )
+    acceptance_floor: float = Field(
+        1.1, ge=1, description="Tokens per verify step, bonus included, that the start-up probe expects of a drafter that fits its target."
+    )
     seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
 
     @model_validator(mode="before")
@@ -138,6 +149,17 @@ class ServiceConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError("; ".join(_problem(row) for row in error.errors())) from None
 
+    def tuned(self, keys: Mapping[str, Any]) -> "ServiceConfig":
+        """These settings with what Serve's `user_config` changes in place. Raises ConfigError for what needs a new deployment."""
+        for key in keys:
+            if key in type(self).model_fields and key not in TUNABLES:
+                raise ConfigError(f"user_config: {key!r} cannot change in place, only {', '.join(TUNABLES)}; change `args` and deploy again")
+        tuned = self.from_keys({**self.model_dump(), **keys})
+        for key in _QUEUE_LIMITS:
+            if getattr(tuned, key) > getattr(self, key):
+                raise ConfigError(f"user_config: {key} can be lowered in place, to {getattr(self, key)} at most, got {getattr(tuned, key)}")
+        return tuned
+
     @property
     def wants_drafter(self) -> bool:
         """Whether the settings ask for a drafter (a target without one of its own runs plain by default)."""
@@ -147,6 +169,8 @@ class ServiceConfig(BaseModel):
 
 
 _LABELS = ("target_labels", "drafter_labels")
+_QUEUE_LIMITS = ("max_queued_requests", "max_queued_tokens")
+TUNABLES = (*_QUEUE_LIMITS, "draft_deadline_ms", "request_timeout_s", "resume_timeout_s", "strict_fields")
 
 
 def read_labels(pairs: Sequence[str]) -> dict[str, str]:

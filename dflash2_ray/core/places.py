@@ -26,6 +26,10 @@ class Places:
         self._freed: deque[float] = deque(maxlen=_NUM_MEASURED)  # when requests left
         self._num_refused = 0  # since places were last free for all
 
+    def limit(self, max_requests: int, max_queued_tokens: int) -> None:
+        """Other limits from now on; who has a place keeps it."""
+        self._max_requests, self._max_queued_tokens = max_requests, max_queued_tokens
+
     def enter(self, num_tokens: int) -> "Place":
         """A place for a prompt of `num_tokens`. Raises Overloaded with the time after which one should be free, by the rate at which
         requests have left lately; the second that is refused is told to wait for the second place, and so on."""

@@ -33,7 +33,7 @@ def connect_drafter(loop: TargetLoop, address: dict[str, Any]) -> None:
 class LoopServer:
     """`run()` serves one front (the unit's replica) until that goes away or `stop()` is called.
 
-    Frames in: {"add": spec}, {"abort": request_id}, {"drafter": address}, {"ping": n}. Frames out: {"deltas": [...]},
+    Frames in: {"add": spec}, {"abort": request_id}, {"tune": settings}, {"drafter": address}, {"ping": n}. Frames out: {"deltas": [...]},
     {"refused": error, "request_id": id}, {"pulse": {...}}.
     """
 
@@ -122,6 +122,9 @@ class LoopServer:
     def _handle(self, message: dict[str, Any], channel: Channel) -> None:
         if "abort" in message:
             self.loop.abort(message["abort"])
+            return
+        if "tune" in message:
+            self.loop.tune(**message["tune"])
             return
         spec = message["add"]
         try:

@@ -15,7 +15,6 @@ from dflash2_ray.serving.api_keys import read_key_digests
 from dflash2_ray.serving.ingress import Ingress
 from dflash2_ray.serving.routes import Guards, api_builder
 
-_SHUTDOWN_TIMEOUT_S = 5.0
 _HEALTH_PERIOD_S = 2.0
 
 
@@ -38,7 +37,7 @@ def build_application(config: ServiceConfig) -> Application:
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
         **_label_selector(placement),
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
     )
@@ -49,7 +48,7 @@ def build_application(config: ServiceConfig) -> Application:
         num_replicas=config.num_ingress_replicas,
         max_ongoing_requests=config.num_replicas * in_flight + 128,
         ray_actor_options={"num_cpus": 0.1},
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )
     application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.key_digests))
