@@ -19,11 +19,13 @@ import ray
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.places import Place, Places
+from dflash2_ray.core.scaling import UnitLoad
 from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
 from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mailbox
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
+from dflash2_ray.engine.unit_scaling import reported
 from dflash2_ray.errors import DFlash2Error, Stopping, UnitLost
 
 logger = logging.getLogger("ray.serve")
@@ -231,6 +233,11 @@ class Unit:
         with contextlib.suppress(UnitLost):
             if self._serving.is_set():
                 self._group.send({"tune": {"draft_deadline_ms": self.config.draft_deadline_ms}})
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks every unit for where their number follows the load."""
+        usage = float(self._group.pulse.get("kv_usage") or 0.0)
+        return reported(UnitLoad(self._places.queue_wait_s, usage, self._places.num_requests / self.config.max_num_seqs))
 
     async def check_health(self) -> None:
         """Serve's health check: a unit that gave up is replaced; one that rebuilds itself is left alone."""

@@ -80,12 +80,13 @@ class LoopServer:
             self._inbox.put(None)
 
     def pulse(self) -> dict[str, Any]:
-        """num_steps; step_age_s: seconds since the step in progress began, None between steps; drafter: its port's state,
-        None without a port that can lose it."""
+        """num_steps; step_age_s: seconds since the step in progress began, None between steps; kv_usage: share of the pages in use;
+        drafter: its port's state, None without a port that can lose it."""
         started = self._step_started
         return {
             "num_steps": self.loop.num_steps,
             "step_age_s": None if started is None else time.monotonic() - started,
+            "kv_usage": 1 - self.loop.pool.num_free / self.loop.pool.num_pages,
             "drafter": self._drafter_state(),
         }
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 4, "max_queued_requests": 8, "seed": 7, "num_kv_pages": 800}
+SCALING = {"max_replicas": 2, "target_queue_wait_s": 0.3, "upscale_delay_s": 0, "downscale_delay_s": 1}
 LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.8, "num_speculative_tokens": 0}  # plain: it takes a while
 PROMPTS = ["Once upon a time", "def add(a, b):\n", "The capital of France", "In the beginning"]
 PATIENCE_S = 120
@@ -41,12 +42,12 @@ def deploy(num_replicas=1, user_config=None, **settings):
 
 @pytest.fixture(scope="module")
 def years(service):
-    """Deployed from a file, one unit."""
+    """Deployed from a file, two units; one from the first test on."""
     from ray import serve
 
     from dflash2_ray import Client
 
-    deploy()
+    deploy(num_replicas=2)
     yield Client("years")
     serve.delete("years")
 
@@ -77,6 +78,12 @@ def while_streaming(client, change):
         return await asyncio.gather(*tasks)
 
     return asyncio.run(together())
+
+
+def test_scaling_down_lets_streams_finish(years, expected):
+    generations = while_streaming(years, deploy)
+    assert [one.token_ids for one in generations] == expected
+    assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
 
 
 def test_a_start_is_probed_and_told(years):
@@ -121,15 +128,33 @@ def test_tunables_change_in_place(years, service, expected):
 def test_a_redeploy_lets_streams_finish(years, expected):
     """Another setting is another unit; what runs in the old one ends there, and later requests go to the new one."""
     pid = unit_pid(years)
-    generations = while_streaming(years, lambda: deploy(max_queued_requests=9))
+    generations = while_streaming(years, lambda: deploy(autoscaling=SCALING))
     assert [one.token_ids for one in generations] == expected
     assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
     assert unit_pid(years) != pid
     assert years.generate("x", max_tokens=4)[0].usage.completion_tokens == 4
 
 
-def test_scaling_down_lets_streams_finish(years, expected):
-    deploy(num_replicas=2, max_queued_requests=9)
-    generations = while_streaming(years, lambda: deploy(num_replicas=1, max_queued_requests=9))
-    assert [one.token_ids for one in generations] == expected
-    assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
+def test_units_follow_the_load(years, expected):
+    """Deployed by the test before: requests that wait bring a second unit, calm takes it away, and no answer notices."""
+    from ray import serve
+
+    def num_units():
+        return serve.status().applications["years"].deployments["unit"].replica_states.get("RUNNING", 0)
+
+    async def until(count):
+        deadline = time.monotonic() + PATIENCE_S
+        while await asyncio.to_thread(num_units) != count:
+            assert time.monotonic() < deadline, f"still not {count} units"
+
+    async def loaded():
+        async def one(prompt):
+            return (await years.agenerate(prompt, seed=3, **LONG))[0].token_ids
+
+        tasks = [asyncio.create_task(one(prompt)) for prompt in PROMPTS * 3]  # two thirds of them wait
+        await until(2)
+        return await asyncio.gather(*tasks)
+
+    assert num_units() == 1
+    assert asyncio.run(loaded()) == expected * 3
+    asyncio.run(until(1))
