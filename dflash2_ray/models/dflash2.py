@@ -17,14 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dflash2_kernels.add_rms_norm import add_rms_norm, rms_norm
 from dflash2_kernels.grouped_conv import grouped_conv
 from dflash2_kernels.selector_walk import follow, inverse_cdf, selector_lattice_reference
+from dflash2_kernels.vocab_topk import vocab_topk
 from dflash2_ray.errors import CheckpointError
 from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.models.drafter_checkpoint import read_projection, read_tensors, validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, LayerAttention
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, stacked
-from dflash2_ray.models.norm import rms_norm
 from dflash2_ray.models.rotary import PlainRotary, Rotary, RotaryTables
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
@@ -98,8 +99,7 @@ class _DraftLayer(nn.Module):
         else:
             u, kernel = self.attention_conv.prepare(u, width)
             a = self.attention_conv.finish(self.o_proj(self._attend(u, width, rotary, contexts, biases)), kernel)
-        x = x + a
-        m = rms_norm(x, self.post_norm, eps)
+        m, x = add_rms_norm(a, x, self.post_norm, eps)
         if self.mlp_conv is None:
             return x + self._mlp(m)
         m, kernel = self.mlp_conv.prepare(m, width)
@@ -271,7 +271,7 @@ class Drafter:
         """hidden [R, S, H] → (logits [R, S, C] fp32 behind multiplier and soft-cap, target token ids [R, S, C], ascending,
         so that the lower id wins a tie)."""
         logits = self._head(hidden.reshape(-1, hidden.shape[-1]))
-        ids = torch.topk(logits, self.num_candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
+        ids = vocab_topk(logits, self.num_candidates)[1].sort(dim=-1).values
         unary = logits.gather(-1, ids) * self.config.output_multiplier
         if self.config.softcap is not None:
             unary = torch.tanh(unary / self.config.softcap) * self.config.softcap

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dflash2_kernels.add_rms_norm import add_rms_norm, rms_norm
 from dflash2_ray.models.attention import AttentionPlan, attend, store
 from dflash2_ray.models.linear import PackedLinear, stacked
-from dflash2_ray.models.norm import rms_norm
 from dflash2_ray.models.rotary import Rotary
 from dflash2_ray.models.tensor_parallel import Shard
 
@@ -94,7 +94,7 @@ class FusedLayer(nn.Module):
         qkv[:, heads:both] = rotated[:, heads:]
         kv = qkv[: plan.slots.shape[0], heads:]
         store(plan, cache, kv.unflatten(1, (2, kv_heads)))
-        x = x + self.shard.total(self.o_proj(attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window)))
-        normed = rms_norm(x, self.post_norm, self.post_eps)
+        attended = attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window)
+        normed, x = add_rms_norm(self.shard.total(self.o_proj(attended)), x, self.post_norm, self.post_eps)
         gate, up = self.gate_up(normed, native=True).chunk(2, dim=-1)
         return x + self.shard.total(self.down_proj(self.act_fn(gate) * up))
