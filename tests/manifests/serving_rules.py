@@ -37,9 +37,17 @@ def serving_problems(documents: list[dict], deployed_text: str) -> Iterator[str]
     if len(schema.applications) != 1 or application.import_path != "dflash2_ray.app" or application.route_prefix != "/":
         yield "serveConfigV2: expected one application, dflash2_ray.app at /"
     yield from _http_problems(schema, service)
+    yield from _duration_problems(config, service)
     yield from _seat_problems(config, service, application)
     yield from _key_problems(config, service, documents)
     yield from _checkpoint_problems(config, service)
+
+
+def _duration_problems(config: ServiceConfig, service: dict) -> Iterator[str]:
+    """An old cluster must outlive what it still answers."""
+    delay = service["spec"].get("rayClusterDeletionDelaySeconds", 60)
+    if service["spec"].get("upgradeStrategy", {}).get("type") != "None" and delay < (config.request_timeout_s or 0):
+        yield f"rayClusterDeletionDelaySeconds {delay} is shorter than request_timeout_s {config.request_timeout_s:g}: an upgrade would cut answers"
 
 
 def _http_problems(schema: ServeDeploySchema, service: dict) -> Iterator[str]:

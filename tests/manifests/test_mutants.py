@@ -77,6 +77,7 @@ MUTANTS = [
     ("cpu-dev", "RayService", "spec.excludeHeadPodFromServeSvc", False, "clients would depend on the head"),
     ("cpu-dev", "RayService", "spec.upgradeStrategy", GONE, "upgradeStrategy.type is not stated"),
     ("cpu-dev", "RayService", "spec.rayClusterDeletionDelaySeconds", 30, "shorter than the pods'"),
+    ("multi-node", "RayService", "spec.rayClusterDeletionDelaySeconds", 300, "an upgrade would cut answers"),
     ("cpu-dev", "RayService", "metadata.annotations", {"dflash2/gcs-fault-tolerance": "none"}, "initializing-timeout is not set"),
     ("cpu-dev", "RayService", "metadata.annotations", {"ray.io/initializing-timeout": "30m"}, "when the head is lost is not stated"),
     ("cpu-dev", "RayService", f"{UNITS}.{CONTAINER}.image", "registry:5000/dflash2-ray", "no fixed tag"),

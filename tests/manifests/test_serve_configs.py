@@ -5,6 +5,7 @@ Ray is started by the command that the manifests' rayStartParams make. `localise
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -104,14 +105,24 @@ def keys(tmp_path_factory):
     return file
 
 
-def deploy(name, keys_file):
-    """Hand the file to Serve as `serve deploy` and KubeRay do, and wait until it runs."""
+def deploy(name, keys_file, **changed):
+    """Hand the file to Serve as `serve deploy` and KubeRay do, and wait until it runs or failed: arguments, status and message."""
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     schema = localised(yaml.safe_load((ROOT / "deploy/serve" / f"{name}.yaml").read_text()), keys_file)
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema), _blocking=True)
-    return schema["applications"][0]["args"]
+    args = schema["applications"][0]["args"]
+    args |= changed
+    client = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(schema))
+    state = {}
+
+    def is_decided():
+        (state["app"],) = (one.app_status for one in client.list_serve_statuses())
+        return state["app"].status in ("RUNNING", "DEPLOY_FAILED")
+
+    _until(is_decided, f"{name} is neither running nor failed", 240)
+    return args, state["app"].status, state["app"].message
 
 
 def running_replicas():
@@ -129,7 +140,8 @@ def answers():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_configuration_is_deployed_and_answers(name, cluster, keys, answers):
-    args = deploy(name, keys)
+    args, status, message = deploy(name, keys)
+    assert status == "RUNNING", message
     units, ingresses, ranks, placement = SHAPES[name]
     assert {kind: len(ids) for kind, ids in running_replicas().items()} == {"unit": units, "ingress": ingresses}
     key = {"Authorization": "Bearer key-of-a-client"} if "api_keys_file" in args else {}
@@ -139,19 +151,31 @@ def test_a_configuration_is_deployed_and_answers(name, cluster, keys, answers):
         assert body["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
         assert http.get("/ready").json()["status"] == "ready"
         info = http.get("/server_info").json()
-        assert "vllm:kv_cache_usage_perc" in http.get("/metrics").raise_for_status().text
+        exported = http.get("/metrics").raise_for_status().text
     roles = ["unit", *(f"target rank {rank}" for rank in range(ranks)), *(["drafter"] if placement == "separate" else [])]
     assert [row["role"] for row in info["workers"]] == roles
     asked = {name: value for name, value in args.items() if name in info["config"]}
     assert {name: info["config"][name] for name in asked} == asked
     assert httpx.get(f"{cluster.url}/metrics").status_code == (401 if key else 200)
     assert len(set(answers.values())) == 1
+    watched = re.findall(r"vllm:[a-z_]+", (ROOT / "k8s/README.md").read_text())
+    assert watched
+    assert [name for name in watched if f"\n{name}" not in exported] == []
 
 
 def test_the_same_file_again_restarts_nothing(cluster, keys):
     before = running_replicas()
-    deploy(FILES[-1], keys)
+    assert deploy(FILES[-1], keys)[1] == "RUNNING"
     assert running_replicas() == before
+
+
+def test_a_mistake_is_refused_and_what_runs_goes_on(cluster, keys, answers):
+    unit = httpx.get(f"{cluster.url}/server_info").json()["workers"]
+    _, status, message = deploy(FILES[-1], keys, max_num_seq=9)
+    assert status == "DEPLOY_FAILED"
+    assert "did you mean 'max_num_seqs'" in message
+    assert _answer(cluster) == answers[FILES[-1]]
+    assert [row["pid"] for row in httpx.get(f"{cluster.url}/server_info").json()["workers"]] == [row["pid"] for row in unit]
 
 
 def test_the_file_alone_brings_the_service_back(cluster, keys, answers):
@@ -160,9 +184,13 @@ def test_the_file_alone_brings_the_service_back(cluster, keys, answers):
 
     serve.shutdown()
     serve.start(http_options={"host": "127.0.0.1", "port": cluster.ports["serve"]})
-    deploy(FILES[-1], keys)
-    text = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=120).raise_for_status().json()["choices"][0]["text"]
-    assert text == answers[FILES[-1]]
+    assert deploy(FILES[-1], keys)[1] == "RUNNING"
+    assert _answer(cluster) == answers[FILES[-1]]
+
+
+def _answer(cluster):
+    body = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=120).raise_for_status().json()
+    return body["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("group", ["head", "targets"])
