@@ -14,6 +14,7 @@ import os
 import socket
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 
 import httpx
 
@@ -43,43 +44,45 @@ def start_service(settings: dict) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-async def over_http(url: str, ids: list[list[int]], new_tokens: int, stream: bool) -> float:
-    """Tokens per second with CONCURRENCY requests in flight."""
+async def rate_of(one: Callable[[list[int]], Awaitable[int]], ids: list[list[int]]) -> float:
+    """Tokens per second of `one(prompt)`, CONCURRENCY at a time."""
     gate = asyncio.Semaphore(CONCURRENCY)
-    limits = httpx.Limits(max_connections=CONCURRENCY)
 
-    async def one(client: httpx.AsyncClient, prompt: list[int]) -> int:
-        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
-        if stream:
-            body["stream_options"] = {"include_usage": True}
+    async def in_turn(prompt: list[int]) -> int:
         async with gate:
+            return await one(prompt)
+
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(in_turn(prompt) for prompt in ids))
+    return sum(counts) / (time.perf_counter() - started)
+
+
+async def over_http(url: str, ids: list[list[int]], new_tokens: int, stream: bool) -> float:
+    """Tokens per second over HTTP."""
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=CONCURRENCY)) as client:
+
+        async def one(prompt: list[int]) -> int:
+            body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
             if not stream:
                 return (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"]
             last = ""
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async with client.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as answer:
                 async for line in answer.aiter_lines():
                     if line and line != "data: [DONE]":
                         last = line
             return json.loads(last[6:])["usage"]["completion_tokens"]
 
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-        started = time.perf_counter()
-        counts = await asyncio.gather(*(one(client, prompt) for prompt in ids))
-        return sum(counts) / (time.perf_counter() - started)
+        return await rate_of(one, ids)
 
 
 async def by_client(client, ids: list[list[int]], new_tokens: int) -> float:
-    """Tokens per second with CONCURRENCY requests in flight, by Ray and without HTTP."""
-    gate = asyncio.Semaphore(CONCURRENCY)
+    """Tokens per second by Ray and without HTTP."""
 
     async def one(prompt: list[int]) -> int:
-        async with gate:
-            (result,) = await client.agenerate(prompt_token_ids=prompt, temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        (result,) = await client.agenerate(prompt_token_ids=prompt, temperature=0, max_tokens=new_tokens, ignore_eos=True)
         return len(result.token_ids)
 
-    started = time.perf_counter()
-    counts = await asyncio.gather(*(one(prompt) for prompt in ids))
-    return sum(counts) / (time.perf_counter() - started)
+    return await rate_of(one, ids)
 
 
 def in_process(engine, ids: list[list[int]], new_tokens: int) -> float:

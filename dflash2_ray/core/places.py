@@ -22,10 +22,10 @@ class Places:
         self.num_queued_tokens = 0
         self._max_requests = max_requests
         self._max_queued_tokens = max_queued_tokens
-        self._clock = clock
+        self.clock = clock
         self._freed: deque[float] = deque(maxlen=_NUM_MEASURED)  # when requests left
         self._num_refused = 0  # since places were last free for all
-        self._waiting: dict[Place, float] = {}  # without a first token, oldest first: since when
+        self.waiting: dict[Place, float] = {}  # without a first token, oldest first: since when
 
     def limit(self, max_requests: int, max_queued_tokens: int) -> None:
         """Other limits from now on; who has a place keeps it."""
@@ -34,14 +34,7 @@ class Places:
     @property
     def queue_wait_s(self) -> float:
         """Age of the oldest request without a first token; 0 without one."""
-        return self._clock() - next(iter(self._waiting.values())) if self._waiting else 0.0
-
-    def waits(self, place: "Place", yet: bool) -> None:
-        """Whether `place` still waits for its first token."""
-        if yet:
-            self._waiting[place] = self._clock()
-        else:
-            self._waiting.pop(place, None)
+        return self.clock() - next(iter(self.waiting.values())) if self.waiting else 0.0
 
     def enter(self, num_tokens: int) -> "Place":
         """A place for a prompt of `num_tokens`. Raises Overloaded with the time after which one should be free, by the rate at which
@@ -60,11 +53,11 @@ class Places:
 
     def left(self) -> None:
         """A place was freed."""
-        self._freed.append(self._clock())
+        self._freed.append(self.clock())
         self._num_refused = max(0, self._num_refused - 1)
 
     def _retry_after_s(self) -> float:
-        now = self._clock()
+        now = self.clock()
         lately = [at for at in self._freed if now - at <= _LONGEST_S]
         interval = (now - lately[0]) / len(lately) if lately else _UNMEASURED_S
         return min(max(interval * self._num_refused, _SHORTEST_S), _LONGEST_S)
@@ -79,13 +72,12 @@ class Place:
         self._taken = True
         places.num_requests += 1
         places.num_queued_tokens += num_tokens
-        places.waits(self, True)
+        places.waiting[self] = places.clock()
 
     def started(self) -> None:
         """Its prompt waits no more."""
-        self._places.num_queued_tokens -= self._num_tokens
-        self._num_tokens = 0
-        self._places.waits(self, False)
+        if self._places.waiting.pop(self, None) is not None:
+            self._places.num_queued_tokens -= self._num_tokens
 
     def leave(self) -> None:
         """Free it."""

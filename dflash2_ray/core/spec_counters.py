@@ -16,6 +16,11 @@ class SpecCounters:
     def of_width(cls, num_speculative_tokens: int) -> "SpecCounters":
         return cls(accepted_per_position=[0] * num_speculative_tokens)
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verify step with drafts, bonus included; None where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
     def record(self, num_drafts: int, num_accepted: int) -> None:
         """One request's part of one verify step."""
         if num_drafts == 0:

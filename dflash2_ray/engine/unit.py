@@ -190,10 +190,13 @@ class Unit:
         return present
 
     def _send_address(self, address: dict[str, Any]) -> None:
-        """Ranks that are lost just now get it when the next generation starts."""
+        self._tell({"drafter": address})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Say something to the step loop. Ranks that are lost just now get it when the next generation starts."""
         with contextlib.suppress(UnitLost):
             if self._serving.is_set():
-                self._group.send({"drafter": address})
+                self._group.send(message)
 
     async def _watch_drafter(self) -> None:
         """Hand a hung drafter to its keeper, and its address again to ranks that have lost it or never had it."""
@@ -225,14 +228,8 @@ class Unit:
         """Serve's change in place: the deployed settings with `user_config` over them. Raises ConfigError; then nothing changes."""
         config = self.config = self._deployed.tuned(user_config or {})
         self._places.limit(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
-        self._tune()
+        self._tell({"tune": {"draft_deadline_ms": config.draft_deadline_ms}})
         logger.info("settings changed in place: %s", user_config or "back to those of the deployment")
-
-    def _tune(self) -> None:
-        """Ranks that are lost just now start with the settings as they are then."""
-        with contextlib.suppress(UnitLost):
-            if self._serving.is_set():
-                self._group.send({"tune": {"draft_deadline_ms": self.config.draft_deadline_ms}})
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve asks every unit for where their number follows the load."""

@@ -84,7 +84,8 @@ class _Link:
 class RemoteDraftPort:
     """See the module. `send`, `ask`, `collect` belong to the step loop's thread; the rest may be called from any.
 
-    draft_deadline_ms: None follows the measured times. transport: how context rows travel, `socket`, `gloo` or `nccl`.
+    deadline: how long `collect` waits where its caller does not say; default: by the measured times. transport: how context rows
+    travel, `socket`, `gloo` or `nccl`.
     hung_after deadlines in a row without any answer end the waiting; once nothing was heard for hung_after_s as well,
     `suspect` is "hung". replay_bytes: most context that one call sends again. timings: samples for a planner.
     """
@@ -92,7 +93,6 @@ class RemoteDraftPort:
     def __init__(
         self,
         *,
-        draft_deadline_ms: float | None = None,
         transport: str = "socket",
         hung_after: int = 3,
         hung_after_s: float = 10.0,
@@ -106,7 +106,7 @@ class RemoteDraftPort:
         self.transport = transport
         self.timings: deque[DraftTiming] = deque(maxlen=256)
         self.last_latency_s: float | None = None
-        self._deadline = deadline or DraftDeadline(None if draft_deadline_ms is None else draft_deadline_ms / 1000)
+        self._deadline = deadline or DraftDeadline()
         self._hung_after, self._hung_after_s = hung_after, hung_after_s
         self._max_queued_bytes, self._replay_bytes = max_queued_bytes, replay_bytes
         self._group_timeout_s = group_timeout_s

@@ -43,8 +43,7 @@ def start_probe(loop: TargetLoop, token_ids: Sequence[int]) -> StartProbe:
             if delta.finish_reason == "error":
                 raise StepFailed(f"the start-up probe failed: {(delta.error or {}).get('message', 'no reason given')}")
     seconds = time.perf_counter() - started
-    counted = loop.spec_counters
-    length = 1 + counted.num_accepted_tokens / counted.num_drafts if counted.num_drafts else None
+    length = loop.spec_counters.acceptance_length
     loop.control.force(None)
     loop.forget_history()
     return StartProbe(num_tokens, seconds, length)

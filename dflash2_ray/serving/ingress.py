@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from dflash2_ray import __version__
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.generation import Generation, GenerationChunk
+from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.engine.client import Client
 from dflash2_ray.errors import DeadlinePassed, InvalidRequest
 from dflash2_ray.serving.banner import banner
@@ -233,8 +234,7 @@ class Ingress:
     async def server_info(self) -> dict[str, Any]:
         """The resolved configuration and how full the engine is; `internal_states` is where SGLang's tools look."""
         facts = await self._client.describe()
-        counted = facts["spec_counters"]
-        length = 1 + counted["num_accepted_tokens"] / counted["num_drafts"] if counted["num_drafts"] else None
+        length = SpecCounters(**facts["spec_counters"]).acceptance_length
         return {"version": __version__, **facts, "internal_states": [{"avg_spec_accept_length": length}]}
 
     async def metrics(self) -> Response:

@@ -25,20 +25,25 @@ _MOST_KEYS = 8192  # keys that the second pass holds in registers
 
 def vocab_topk_reference(logits: torch.Tensor, k: int, first_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, V] → (values [T, k] in their type, ids [T, k] int64 that start at first_id)."""
-    ids = torch.topk(logits, k, dim=-1).indices
-    last = logits.gather(-1, ids[:, -1:])
-    at_least = logits >= last
-    for row in ((at_least.sum(-1) > k).nonzero()[:, 0]).tolist():  # which of the equals topk took is not defined
+    values, ids = torch.topk(logits, min(k + 1, logits.shape[1]), dim=-1)
+    last, ids = values[:, k - 1], ids[:, :k]
+    for row in (values[:, k:] == last[:, None]).nonzero()[:, 0].tolist():  # which of the equals topk took is not defined
         above = (logits[row] > last[row]).nonzero()[:, 0]
         equal = (logits[row] == last[row]).nonzero()[: k - len(above), 0]
         ids[row] = torch.cat([above, equal])
-    return merge_topk(logits.gather(-1, ids), ids + first_id, k)
+    ids = ids.sort(dim=-1).values
+    values, ids = _by_value(logits.gather(-1, ids), ids, k)
+    return values, ids + first_id
 
 
 def merge_topk(values: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first k of (value, id) pairs in the operator's order: values, ids [T, W·k] → [T, k] each. Plain torch on every device."""
     by_id = ids.argsort(dim=-1)
-    values, ids = values.gather(-1, by_id), ids.gather(-1, by_id)
+    return _by_value(values.gather(-1, by_id), ids.gather(-1, by_id), k)
+
+
+def _by_value(values: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first k of pairs that stand by id, ascending in each row."""
     by_value = values.argsort(dim=-1, descending=True, stable=True)[:, :k]
     return values.gather(-1, by_value), ids.gather(-1, by_value)
 

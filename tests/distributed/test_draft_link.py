@@ -136,7 +136,7 @@ def test_killed_and_replaced(transport, start_drafter, new_port, drafter, tmp_pa
 def test_hung(transport, start_drafter, new_port, drafter):
     """Stopped, it costs one deadline a few times, then nothing; awake again, what it says late is dropped and it is used again."""
     process = start_drafter()
-    port = new_port(transport=transport, draft_deadline_ms=50.0, hung_after=3, hung_after_s=0.0)
+    port = new_port(transport=transport, deadline=DraftDeadline(0.05), hung_after=3, hung_after_s=0.0)
     port.connect(process.address)
     port.send([opened("a"), *step("a", 0, 5)])
     assert proposed(port, "a", 5) == fresh(drafter, "a", 5)
@@ -165,7 +165,7 @@ def test_hung(transport, start_drafter, new_port, drafter):
 def test_closing_beside_a_hung_drafter(start_drafter, new_port):
     """A tensor that nobody takes does not hold the writer's thread back."""
     process = start_drafter()
-    port = new_port(transport="gloo", draft_deadline_ms=20.0, group_timeout_s=600.0)
+    port = new_port(transport="gloo", deadline=DraftDeadline(0.02), group_timeout_s=600.0)
     port.connect(process.address)
     port.send([opened("a")])
     process.stop()
@@ -180,7 +180,7 @@ def test_closing_beside_a_hung_drafter(start_drafter, new_port):
 
 def test_late_proposals_are_dropped(start_drafter, new_port, drafter):
     process = start_drafter(gated=True)
-    port = new_port(draft_deadline_ms=20.0)
+    port = new_port(deadline=DraftDeadline(0.02))
     port.connect(process.address)
     port.send([opened("a"), *step("a", 0, 5)])
     assert proposed(port, "a", 5, None) is None
@@ -287,7 +287,7 @@ def test_token_for_token_as_colocated(start_drafter, new_port):
 
     colocated = {temperature: run(temperature) for temperature in (0.0, 1.0)}
     loop.draft_port.close()
-    port = loop.draft_port = new_port(draft_deadline_ms=60_000.0)
+    port = loop.draft_port = new_port(deadline=DraftDeadline(60.0))
     port.connect(process.address)
     remote = {temperature: run(temperature) for temperature in (0.0, 1.0)}
     assert remote == colocated

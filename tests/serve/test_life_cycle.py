@@ -26,18 +26,26 @@ def deploy(num_replicas=1, user_config=None, **settings):
         application["deployments"] = [{"name": name, "user_config": user_config} for name in ("unit", "ingress")]
     client = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
+    wanted = {"unit": {"RUNNING": num_replicas}, "ingress": {"RUNNING": 1}}
+
+    def is_as_asked():
         status = serve.status().applications.get("years")
         if status is not None and status.status == "DEPLOY_FAILED":
             pytest.fail(status.message)
-        if status is not None and status.status == "RUNNING":
-            running = {name: one.replica_states.get("RUNNING", 0) for name, one in status.deployments.items()}
-            if running == {"unit": num_replicas, "ingress": 1} and all(
-                sum(one.replica_states.values()) == running[name] for name, one in status.deployments.items()
-            ):
-                return
-        assert time.monotonic() < deadline, status
+        return status is not None and status.status == "RUNNING" and replica_states(status) == wanted
+
+    until(is_as_asked)
+
+
+def replica_states(status):
+    """How many replicas of each deployment are in which state."""
+    return {name: {state: count for state, count in one.replica_states.items() if count} for name, one in status.deployments.items()}
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +114,7 @@ def test_tunables_change_in_place(years, service, expected):
     generations = while_streaming(years, lambda: deploy(user_config=tuned))
     assert [one.token_ids for one in generations] == expected
     assert unit_pid(years) == pid
-    deadline = time.monotonic() + PATIENCE_S
-    while asyncio.run(years.describe())["config"]["draft_deadline_ms"] != 1234.0:
-        assert time.monotonic() < deadline
+    until(lambda: asyncio.run(years.describe())["config"]["draft_deadline_ms"] == 1234.0)
     body = {"prompt": "x", "max_tokens": 1, "no_such_field": 1}
     refused = service.http.post("/years/v1/completions", json=body)
     assert refused.status_code == 400
@@ -142,19 +148,14 @@ def test_units_follow_the_load(years, expected):
     def num_units():
         return serve.status().applications["years"].deployments["unit"].replica_states.get("RUNNING", 0)
 
-    async def until(count):
-        deadline = time.monotonic() + PATIENCE_S
-        while await asyncio.to_thread(num_units) != count:
-            assert time.monotonic() < deadline, f"still not {count} units"
-
     async def loaded():
         async def one(prompt):
             return (await years.agenerate(prompt, seed=3, **LONG))[0].token_ids
 
         tasks = [asyncio.create_task(one(prompt)) for prompt in PROMPTS * 3]  # two thirds of them wait
-        await until(2)
+        await asyncio.to_thread(until, lambda: num_units() == 2)
         return await asyncio.gather(*tasks)
 
     assert num_units() == 1
     assert asyncio.run(loaded()) == expected * 3
-    asyncio.run(until(1))
+    until(lambda: num_units() == 1)

@@ -276,7 +276,7 @@ def test_a_peer_that_leaves_ends_the_wait(peer, new_port):
 
 
 def test_counters_of_lost_drafters_add_up(peer, new_port):
-    port = new_port(draft_deadline_ms=30_000)
+    port = new_port(deadline=DraftDeadline(30.0))
     answering = threading.Thread(target=peer.answer_counters, kwargs={"stale_base": 2})
     answering.start()
     assert port.counters()["stale_base"] == 2

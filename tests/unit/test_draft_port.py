@@ -18,6 +18,7 @@ from dflash2_ray.models.dflash2 import load_drafter
 from dflash2_ray.models.drafter_checkpoint import expected_shapes
 from dflash2_ray.models.drafter_config import read_drafter_config
 from dflash2_ray.models.target_share import TargetShare
+from dflash2_ray.runtime.draft_deadline import DraftDeadline
 from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.drafter_server import DrafterServer
@@ -37,7 +38,7 @@ class ServedPort(RemoteDraftPort):
     """A port with its drafter server in a thread of this process; both go with `close`."""
 
     def __init__(self, server, **options):
-        super().__init__(draft_deadline_ms=60_000, **options)  # what is left out is left out for a reason, never for lateness
+        super().__init__(deadline=DraftDeadline(60.0), **options)  # what is left out is left out for a reason, never for lateness
         self.server = server
         self.thread = threading.Thread(target=server.serve, daemon=True)
         self.thread.start()
