@@ -74,7 +74,7 @@ def _seat_problems(config: ServiceConfig, service: dict, application: object) ->
     if config.device == "cuda" and not total:
         yield "device is cuda, but no worker has a GPU"
         return
-    if total and config.drafter_placement == "auto" or config.device == "auto":
+    if config.device == "auto" or (total and config.drafter_placement == "auto"):
         yield "device or drafter_placement is auto: decided while pods are still joining"
     if config.device == "cpu" and total:
         yield "workers have GPUs that device=cpu does not use"
