@@ -1,6 +1,8 @@
 """The Serve application: an ingress deployment in front of a unit deployment."""
 
+import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -13,10 +15,13 @@ from dflash2_ray.engine.client import UNIT_DEPLOYMENT
 from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
 from dflash2_ray.engine.unit_scaling import POLICY
+from dflash2_ray.errors import ConfigError
 from dflash2_ray.serving.api_keys import read_key_digests
 from dflash2_ray.serving.ingress import Ingress
 from dflash2_ray.serving.routes import Guards, api_builder
 
+logger = logging.getLogger("ray.serve")
+_KUBERAY = "KUBERAY_GEN_RAY_START_CMD"  # the operator sets it in every Ray pod
 _HEALTH_PERIOD_S = 2.0
 _METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
 
@@ -27,7 +32,7 @@ def build_application(config: ServiceConfig) -> Application:
     nodes = _nodes()
     num_gpus = sum(node.num_gpus for node in nodes)
     if num_gpus:
-        map_gpus(config, nodes)
+        _check_gpus(config, nodes)
     placement = place_unit(config, num_gpus)
     if config.wants_drafter:
         config = config.model_copy(update={"drafter_placement": "separate" if placement.separate else "colocated"})
@@ -56,6 +61,17 @@ def build_application(config: ServiceConfig) -> Application:
     )
     application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.key_digests))
     return application
+
+
+def _check_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> None:
+    """Raise ConfigError with the map that was tried when the cluster's GPUs do not suffice. Under KubeRay it is logged instead: pods join
+    one by one, and an autoscaler adds more for units that wait; the placement groups wait for them."""
+    try:
+        map_gpus(config, nodes)
+    except ConfigError as error:
+        if _KUBERAY not in os.environ:
+            raise
+        logger.warning("waiting for GPUs to join: %s", error)
 
 
 def _num_units(config: ServiceConfig) -> dict[str, Any]:

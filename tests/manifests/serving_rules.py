@@ -66,21 +66,21 @@ def _workers(service: dict) -> dict[str, dict]:
 
 
 def _seat_problems(config: ServiceConfig, service: dict, application: object) -> Iterator[str]:
-    """Every unit finds its seats, no GPU is left over, and every pod has the CPUs of what sits there."""
-    nodes = [
-        NodeFacts(f"{name}-{index}", gpus(group), group.get("labels", {}))
-        for name, group in _workers(service).items() for index in range(group.get("replicas", 0))
-    ]
+    """Every unit finds its seats, no GPU is left over, and every pod has the CPUs of what sits there; units that load may add find pods."""
+    nodes = _nodes(service, "replicas")
     if any(group.get("labels", {}).keys() & {"ray.io/node-id"} for group in _workers(service).values()):
         yield "labels of Ray's own are set"
     total = sum(node.num_gpus for node in nodes)
     if config.device == "cuda" and not total:
         yield "device is cuda, but no worker has a GPU"
         return
+    if config.device == "auto" or (total and config.drafter_placement == "auto"):
+        yield "device or drafter_placement is auto: decided while pods are still joining"
     if config.device == "cpu" and total:
         yield "workers have GPUs that device=cpu does not use"
     try:
         seats = map_gpus(config, nodes)
+        map_gpus(config.model_copy(update={"num_replicas": config.max_num_replicas}), _nodes(service, "maxReplicas"))
     except ConfigError as error:
         yield str(error)
         return
@@ -95,6 +95,14 @@ def _seat_problems(config: ServiceConfig, service: dict, application: object) ->
         if cpus < needed:
             yield f"{node.name}: {cpus:g} CPUs, but what runs there takes {needed:g}"
     yield from _proxy_problems(config, application, len(nodes), {seat.node for seat in seats if seat.role != "drafter"})
+
+
+def _nodes(service: dict, count: str) -> list[NodeFacts]:
+    """The worker pods as placement sees them, with `replicas` or `maxReplicas` of each group."""
+    return [
+        NodeFacts(f"{name}-{index}", gpus(group), group.get("labels", {}))
+        for name, group in _workers(service).items() for index in range(group.get(count, 0))
+    ]
 
 
 def _cpus(placement: UnitPlacement, config: ServiceConfig, num_seats: int) -> float:

@@ -111,6 +111,8 @@ MUTANTS = [
     ("single-node", "RayService", f"{UNITS}.{CONTAINER}.resources", {"requests": {"nvidia.com/gpu": "4"}, "limits": {"nvidia.com/gpu": "4", "cpu": "8", "memory": "9Gi"}}, "4 GPUs, of which units take 3"),
     ("single-node", "RayService", f"{UNITS}.{CONTAINER}.resources.limits.cpu", "3", "3 CPUs, but what runs there takes 3.2"),
     ("single-node", "RayService", f"{UNITS}.{CONTAINER}.resources", {"limits": {"memory": "9Gi"}}, "device is cuda, but no worker has a GPU"),
+    ("single-node", "RayService", "spec.serveConfigV2", _replaced("drafter_placement: separate", "drafter_placement: auto"), "pods are still joining"),
+    ("multi-node", "RayService", "spec.serveConfigV2", _replaced("num_replicas: 2", "num_replicas: 2\n    autoscaling: 1-5"), "unit 4 needs"),
     ("multi-node", "RayService", f"{DRAFTERS}.labels", {"dflash2/drafter": "yes"}, "with labels dflash2/drafters=yes"),
     ("multi-node", "RayService", f"{DRAFTERS}.replicas", 3, "not whole-unit shapes"),
     ("multi-node", "RayService", "spec.serveConfigV2", _replaced("num_ingress_replicas: 4", "num_ingress_replicas: 2"), "never becomes ready"),

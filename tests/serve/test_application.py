@@ -43,6 +43,24 @@ def test_settings_that_cannot_be_served(settings, says):
         app(ServiceConfig.from_keys(settings))
 
 
+@pytest.mark.parametrize("under_kuberay", [False, True])
+def test_gpus_that_have_not_joined_yet(under_kuberay, monkeypatch):
+    """A fixed cluster is told at once; pods of KubeRay may still be on their way, so the unit's placement group waits for them."""
+    from dflash2_ray.engine.placement import NodeFacts
+    from dflash2_ray.serving import application
+
+    monkeypatch.setattr(application, "_nodes", lambda: [NodeFacts("first-pod", 2)])
+    monkeypatch.delenv("KUBERAY_GEN_RAY_START_CMD", raising=False)
+    config = ServiceConfig(device="cuda", tensor_parallel_size=2, drafter_placement="separate", num_replicas=2)
+    if not under_kuberay:
+        with pytest.raises(ConfigError, match="drafter; tried: first-pod"):
+            application.build_application(config)
+        return
+    monkeypatch.setenv("KUBERAY_GEN_RAY_START_CMD", "ray start")
+    unit = application.build_application(config)._bound_deployment.init_args[1]._bound_deployment
+    assert [bundle.get("GPU") for bundle in unit._replica_config.placement_group_bundles] == [None, 2.0, 1.0]
+
+
 def test_importing_the_package_is_cheap():
     code = (
         "import sys, dflash2_ray, dflash2_ray.config; from dflash2_ray.app import app; assert callable(app); "
