@@ -4,15 +4,23 @@ import pytest
 import torch
 
 from dflash2_kernels.noise import exponentials_reference, uniforms_reference
-from dflash2_kernels.selector_walk import DRAW, GREEDY, PADDING, RACE, inverse_cdf, selector_walk, selector_walk_reference
+from dflash2_kernels.selector_walk import (
+    DRAW,
+    GREEDY,
+    PADDING,
+    RACE,
+    inverse_cdf,
+    selector_walk,
+    selector_walk_reference,
+)
 
 
 def operands(rules, slots=4, candidates=6, rank=5):
     generator = torch.Generator().manual_seed(0)
     requests = len(rules)
-    ids = torch.stack([torch.randperm(90, generator=generator)[:candidates].sort().values for _ in range(requests * slots)])
+    ids = torch.rand(requests, slots, 90, generator=generator).argsort(-1)[..., :candidates].sort(-1).values
     return [
-        torch.randn(requests, slots, candidates, generator=generator), ids.view(requests, slots, candidates),
+        torch.randn(requests, slots, candidates, generator=generator), ids,
         torch.randn(requests, slots, rank, generator=generator), *(torch.randn(90, rank, generator=generator) for _ in range(2)),
         torch.randint(0, 90, (requests,), generator=generator), torch.rand(requests, generator=generator) + 0.3,
         torch.tensor(rules, dtype=torch.int32), torch.arange(requests) * 1000 - 1, torch.arange(requests) * 50,

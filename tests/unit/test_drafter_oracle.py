@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
+from dflash2_kernels.selector_walk import DRAW, GREEDY, RACE, selector_walk
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
 from dflash2_ray.models.drafter_config import read_drafter_config
 from dflash2_ray.models.target_share import TargetShare
+from dflash2_ray.sampling.noise import Purpose, uniforms
+from dflash2_ray.sampling.token_noise import exponentials
 
 V, H, LAYERS, TARGET_LAYERS, MASK = 97, 64, 2, 8, 96
 COMMITS = [13, 1, 3, 2, 30, 1, 4]  # prefill, then what the steps commit

@@ -22,14 +22,14 @@ def operands(device, requests=6, slots=5, candidates=9, rank=24, dtype=torch.flo
             return torch.randint(-1, 2, shape, generator=generator).float()
         return torch.randn(*shape, generator=generator)
 
-    ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:candidates].sort().values for _ in range(requests * slots)])
+    ids = torch.rand(requests, slots, VOCAB, generator=generator).argsort(-1)[..., :candidates].sort(-1).values
     kinds = rules or [(GREEDY, DRAW, RACE)[r % 3] for r in range(requests)]
     temperatures = [1.0, 0.5, 2.0, 4.0, 0.25, 1.0] if exact else [0.7, 1.0, 1.3, 0.2, 2.0, 0.9]
     own = [
-        normal(requests, slots, candidates), ids.view(requests, slots, candidates), normal(requests, slots, rank).to(dtype),
+        normal(requests, slots, candidates), ids, normal(requests, slots, rank).to(dtype),
         normal(VOCAB, rank).to(dtype), normal(VOCAB, rank).to(dtype), torch.randint(0, VOCAB, (requests,), generator=generator),
         torch.tensor((temperatures * requests)[:requests]), torch.tensor(kinds, dtype=torch.int32),
-        torch.tensor((SEEDS * requests)[:requests]), torch.tensor((BASES * requests)[:requests]),
+        torch.tensor((SEEDS * requests)[:requests], dtype=torch.int64), torch.tensor((BASES * requests)[:requests], dtype=torch.int64),
     ]  # fmt: skip
     return [one.to(device) for one in own]
 
