@@ -9,6 +9,8 @@ decoding gives. Batched products and the softmax change their order of summation
 the number of keys; so every run has at least four rows, and reads whole tiles of keys: rows whose tiles differ go into different
 runs, and what lies behind a row's own position is masked.
 
+Where kernels run (`paged_plan`) they do both halves, with the same property of their own.
+
 Shapes: T rows of the flat batch, N query heads, K KV heads, G = N / K, D head size.
 """
 
@@ -20,7 +22,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from dflash2_kernels.kv_store import kv_store
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
+from dflash2_ray.models.paged_plan import PagedPlan, kernels_run, plan_pages
 
 TILE = 64  # cache rows; every run reads whole tiles
 _LEAST_ROWS = 4  # batched products of fewer rows take another inner loop
@@ -45,15 +49,19 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Everything about one step's attention that is the same in every layer; by window, None being full attention."""
+    """Everything about one step's attention that is the same in every layer; runs by window, None being full attention. `paged` stands
+    in for them where kernels run."""
 
     slots: torch.Tensor
     runs: dict[int | None, list[_Run]]
+    paged: PagedPlan | None = None
 
 
 def plan_attention(batch: AttentionBatch, windows: Iterable[int | None], num_groups: int) -> AttentionPlan:
     """Prepare one step. `windows`: the widths that occur among the layers; num_groups: G."""
     device = batch.slots.device
+    if kernels_run(device):
+        return AttentionPlan(batch.slots, {}, plan_pages(batch))
     runs: dict[int | None, list[_Run]] = {}
     for window in windows:
         runs[window] = [
@@ -132,6 +140,8 @@ def attend(
 
     The step's own keys and values must be stored already.
     """
+    if plan.paged is not None:
+        return plan.paged.attend(query, cache, scaling, window)
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
@@ -173,4 +183,7 @@ def _heads_first(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def store(plan: AttentionPlan, cache: torch.Tensor, kv: torch.Tensor) -> None:
     """Write a step's key and value rows [T, 2, K, D] into one layer's cache."""
-    cache.index_copy_(0, plan.slots, kv)
+    if plan.paged is not None:
+        kv_store(kv, plan.slots, cache)
+    else:
+        cache.index_copy_(0, plan.slots, kv)

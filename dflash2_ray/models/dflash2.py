@@ -17,9 +17,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dflash2_kernels import selector_walk
 from dflash2_kernels.add_rms_norm import add_rms_norm, rms_norm
+from dflash2_kernels.backend import REFERENCE
 from dflash2_kernels.grouped_conv import grouped_conv
-from dflash2_kernels.selector_walk import follow, inverse_cdf, selector_lattice_reference
+from dflash2_kernels.selector_walk import DRAW, GREEDY, RACE, realised_rows, selector_lattice, walk_lattice
 from dflash2_kernels.vocab_topk import vocab_topk
 from dflash2_ray.errors import CheckpointError
 from dflash2_ray.models.draft_context import DraftContext
@@ -181,16 +183,12 @@ class _CandidateSelector(nn.Module):
 
     def lattice(self, hidden: torch.Tensor, unary: torch.Tensor, candidates: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """hidden [R, S, H], unary and candidates [R, S, C], anchors [R] → scores [R, S, C (predecessor), C]."""
-        num_requests, num_slots, top_k = candidates.shape
-        first = anchors[:, None, None].expand(-1, 1, top_k)
-        predecessors = torch.cat([first, candidates[:, :-1]], dim=1)
-        projected = self.hidden_projection(hidden.reshape(-1, hidden.shape[-1])).view(num_requests, num_slots, -1)
-        return selector_lattice_reference(
-            unary,
-            F.embedding(predecessors, self.predecessor_codebook),
-            projected,
-            F.embedding(candidates, self.successor_codebook),
-        )
+        projected = self.project(hidden)
+        return selector_lattice(unary, candidates, projected, self.predecessor_codebook, self.successor_codebook, anchors)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, S, H] → [R, S, r]."""
+        return self.hidden_projection(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:2], -1)
 
 
 class Drafter:
@@ -290,53 +288,60 @@ class Drafter:
         uniforms: torch.Tensor | None = None,
         matching: Sequence[bool] | None = None,
         token_noise: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        draws: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Draft:
         """Draft `width` tokens for each request. Greedy requests (temperature < 1e-5) take the best candidate.
 
         uniforms [R, S] fp32 in [0, 1): sampled requests draw from q by inverse CDF. matching[r] (default: none): request r
         draws by the race that its target runs too, argmax q / E over the candidates, which is argmax of score / temperature
         + Gumbel noise; token_noise gives their E, fp64 [M, S, C], for the candidate ids [M, S, C] of the M requests that
-        match, in order.
+        match, in order. draws: the seeds and anchor positions of all R, from which a drafter that `draws_itself` takes the same
+        noise; it needs no other.
         """
         hidden = self.block_hidden(anchors, contexts, width)
         unary, ids = self.candidates(hidden)
+        warm = [temperature >= GREEDY_BELOW for temperature in temperatures]
+        rules = [(RACE if own else DRAW) if hot else GREEDY for hot, own in zip(warm, matching or [False] * len(warm), strict=True)]
+        divisor = torch.tensor([max(t, GREEDY_BELOW) for t in temperatures], dtype=torch.float32, device=self.device)
+        if self.draws_itself and (draws is not None or not any(warm)):
+            return self._walk(hidden, unary, ids, anchors, divisor, rules, draws or ([0] * len(rules), [0] * len(rules)))
         if self.candidate_selector is not None:
             scores = self.candidate_selector.lattice(hidden, unary, ids, torch.tensor(list(anchors), device=self.device))
         else:
             scores = unary[:, :, None]  # every slot for itself: one row, whatever came before
-        warm = [temperature >= GREEDY_BELOW for temperature in temperatures]
-        races = [hot and own for hot, own in zip(warm, matching or [False] * len(warm), strict=True)]
-        sampled = [hot and not own for hot, own in zip(warm, races, strict=True)]
-        choices = scores.argmax(-1)
-        probs = None
-        if any(warm):
-            divisor = torch.tensor([max(t, GREEDY_BELOW) for t in temperatures], dtype=torch.float32, device=self.device)
-            probs = torch.softmax(scores / divisor[:, None, None, None], dim=-1)
-            if any(races):
-                assert token_noise is not None, "matching requests need noise of their candidates"
-                own_rows = torch.tensor([r for r, one in enumerate(races) if one], device=self.device)
-                noise = token_noise(ids[own_rows])
-                choices[own_rows] = (probs[own_rows].double() / noise[:, :, None]).argmax(-1)
-            if any(sampled):
-                assert uniforms is not None, "sampled requests need noise"
-                drawn = inverse_cdf(probs, uniforms.to(self.device)[:, :, None].expand(probs.shape[:-1]))
-                choices = torch.where(torch.tensor(sampled, device=self.device)[:, None, None], drawn, choices)
-            else:
-                probs = None
-        rows = choices.tolist()
-        if self.candidate_selector is None:
-            paths = [[slot[0] for slot in one] for one in rows]
-        else:
-            paths = [follow(one) for one in rows]
-        path = torch.tensor(paths, device=self.device)
+        exponentials = None
+        if RACE in rules:
+            assert token_noise is not None, "matching requests need noise of their candidates"
+            exponentials = token_noise(ids[torch.tensor([r for r, rule in enumerate(rules) if rule == RACE], device=self.device)])
+        path, probs = walk_lattice(scores, divisor, rules, None if uniforms is None else uniforms.to(self.device), exponentials)
         tokens = ids.gather(-1, path[:, :, None])[:, :, 0].tolist()
-        if probs is None:
+        if probs is None or DRAW not in rules:
             return Draft(tokens, None, None)
-        if self.candidate_selector is None:
-            return Draft(tokens, ids, probs[:, :, 0])
-        before = torch.cat([torch.zeros_like(path[:, :1]), path[:, :-1]], dim=1)
-        realised = probs.gather(2, before[:, :, None, None].expand(-1, -1, 1, probs.shape[-1]))[:, :, 0]
-        return Draft(tokens, ids, realised)
+        return Draft(tokens, ids, realised_rows(probs, path))
+
+    def _walk(
+        self, hidden: torch.Tensor, unary: torch.Tensor, ids: torch.Tensor, anchors: Sequence[int], temperatures: torch.Tensor,
+        rules: Sequence[int], draws: tuple[Sequence[int], Sequence[int]],
+    ) -> Draft:
+        """The same draft from the walk's kernel."""
+        selector = self.candidate_selector
+        seeds = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in draws[0]]  # the bits of an unsigned seed
+        table = torch.tensor([list(anchors), seeds, list(draws[1])], dtype=torch.int64).to(self.device)
+        tokens, probs = selector_walk.selector_walk(
+            unary, ids,
+            None if selector is None else selector.project(hidden),
+            None if selector is None else selector.predecessor_codebook,
+            None if selector is None else selector.successor_codebook,
+            table[0], temperatures, torch.tensor(rules, dtype=torch.int32).to(self.device), table[1], table[2],
+        )  # fmt: skip
+        if DRAW not in rules:
+            return Draft(tokens.tolist(), None, None)
+        return Draft(tokens.tolist(), ids, probs)
+
+    @property
+    def draws_itself(self) -> bool:
+        """Whether noise comes from the walk's kernel, by seed and position."""
+        return selector_walk.OPERATOR.implementation(self.device) != REFERENCE
 
 
 def load_drafter(folder: Path, config: DrafterConfig, share: TargetShare, *, dtype: str, device: str) -> Drafter:

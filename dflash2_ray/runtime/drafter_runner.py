@@ -162,7 +162,7 @@ class DrafterRunner:
         temperatures = [request.temperature for request in requests]
         sampled = [request.temperature >= GREEDY_BELOW and not request.matching for request in requests]
         noise = None
-        if any(sampled):
+        if any(sampled) and not self.drafter.draws_itself:
             noise = uniforms(*_draws(group, width), Purpose.DRAFT).view(len(group), width)
 
         def token_noise(ids: torch.Tensor) -> torch.Tensor:
@@ -178,6 +178,7 @@ class DrafterRunner:
             noise,
             [request.matching for request in requests],
             token_noise,
+            ([request.seed for request in requests], [want.base_len for want, _ in group]),
         )
         proposals = []
         for r, (want, _) in enumerate(group):

@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
+from dflash2_kernels.selector_walk import DRAW, GREEDY, RACE, selector_walk
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
 from dflash2_ray.models.drafter_config import read_drafter_config
 from dflash2_ray.models.target_share import TargetShare
+from dflash2_ray.sampling.noise import Purpose, uniforms
+from dflash2_ray.sampling.token_noise import exponentials
 
 V, H, LAYERS, TARGET_LAYERS, MASK = 97, 64, 2, 8, 96
 COMMITS = [13, 1, 3, 2, 30, 1, 4]  # prefill, then what the steps commit
@@ -552,3 +555,32 @@ def test_other_options_written_out(tmp_path, option):
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
     if option != "none":  # the option changes something
         assert (plain_dflash1(tmp_path, features, 5, 4, ours.share) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dflash2", [True, False])
+def test_the_walks_operator_drafts_the_same(tmp_path, dflash2):
+    """`selector_walk`, which draws its noise itself, against this drafter's walk with the service's noise: ids and rows to the bit."""
+    save_drafter(tmp_path, dflash2=dflash2)
+    ours = Ours(tmp_path)
+    drafter, selector = ours.drafter, ours.drafter.candidate_selector
+    anchors, temperatures = [5, 6, 7, 8], [0.7, 0.0, 2.0, 1.0]
+    contexts = [ours.context(features_of(n, seed=n)) for n in (9, 4, 30, 12)]
+    hidden = drafter.block_hidden(anchors, contexts, 4)
+    unary, ids = drafter.candidates(hidden)
+    parts = (None,) * 3
+    if selector is not None:
+        parts = (selector.project(hidden), selector.predecessor_codebook, selector.successor_codebook)
+    rules = torch.tensor([DRAW, GREEDY, DRAW, RACE], dtype=torch.int32)
+    bases = [context.num_committed for context in contexts]
+    for first in (0, 2**64 - 2, 12345):
+        seeds = [(first + r) % 2**64 for r in range(4)]
+        slots = ([seed for seed in seeds for _ in range(4)], [base + 1 + slot for base in bases for slot in range(4)])
+        draft = drafter.draft(
+            anchors, contexts, 4, temperatures, uniforms(*slots, Purpose.DRAFT).view(4, 4), [False, False, False, True],
+            lambda own, slots=slots: exponentials(slots[0][12:], slots[1][12:], own.flatten(0, 1)).view(own.shape),
+        )
+        signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds])
+        divisor = torch.tensor([0.7, 1e-5, 2.0, 1.0])
+        tokens, probs = selector_walk(unary, ids, *parts, torch.tensor(anchors), divisor, rules, signed, torch.tensor(bases))
+        assert tokens.tolist() == draft.token_ids
+        assert torch.equal(probs[[0, 2]], draft.candidate_probs[[0, 2]])
