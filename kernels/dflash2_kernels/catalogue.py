@@ -5,12 +5,12 @@ from types import ModuleType
 
 import torch
 
-from dflash2_kernels import add_rms_norm, grouped_conv, vocab_topk
+from dflash2_kernels import add_rms_norm, grouped_conv, rejection, vocab_topk
 from dflash2_kernels.ahead_of_time import CompileCase
 from dflash2_kernels.traffic import TrafficCase
 
 # Every module here has OPERATOR, compile_cases() and traffic_cases().
-MODULES: tuple[ModuleType, ...] = (grouped_conv, add_rms_norm, vocab_topk)
+MODULES: tuple[ModuleType, ...] = (grouped_conv, add_rms_norm, vocab_topk, rejection)
 
 
 def report(device: torch.device | str) -> dict[str, str]:
