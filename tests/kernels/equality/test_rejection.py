@@ -22,7 +22,6 @@ def problem(num_requests, num_slots, num_candidates, vocab, device, seed=0, leve
     """Requests with 0 … num_slots drafts, q near p so that some drafts stand, options in turn."""
     generator = torch.Generator().manual_seed(seed)
     counts = [num_slots - r % (num_slots + 1) for r in range(num_requests)]
-    first_row = torch.tensor([0, *counts]) + torch.arange(num_requests + 1)
     first_row = (torch.tensor([0, *counts]).cumsum(0) + torch.arange(num_requests + 1)).int()
     logits = torch.randn(int(first_row[-1]), vocab, generator=generator) * 3
     if levels is not None:
@@ -57,22 +56,22 @@ def agree(logits, rows):
 
 
 @pytest.mark.parametrize(
-    "shape", [(9, 3, 4, 50), (18, 7, 16, 5000), (9, 2, 1, 7), (9, 1, 128, 2049), (1, 0, 1, 3), (9, 4, 3, 1)], ids=str
+    "shape", [(9, 3, 4, 50), (9, 7, 16, 4100), (9, 2, 1, 7), (9, 1, 128, 2049), (1, 0, 1, 3), (9, 4, 3, 1)], ids=str
 )
 def test_every_integer_is_equal(shape, device):
     agree(*problem(*shape, device))
 
 
 def test_drafts_stand_and_fall(device):
-    accepted, tokens = zip(*(agree(*problem(36, 4, 8, 300, device, seed)) for seed in range(3)), strict=True)
+    accepted, tokens = zip(*(agree(*problem(18, 3, 8, 300, device, seed)) for seed in range(2)), strict=True)
     flat = [one for part in accepted for one in part]
-    assert set(flat) == {0, 1, 2, 3, 4}
-    assert len({one for part in tokens for one in part}) > 30
+    assert set(flat) == {0, 1, 2, 3}
+    assert len({one for part in tokens for one in part}) > 15
 
 
 @pytest.mark.parametrize("levels", [1, 4])
 def test_ties(levels, device):
-    agree(*problem(27, 3, 8, 2500, device, levels=levels))
+    agree(*problem(9, 2, 8, 1100, device, levels=levels))
 
 
 def test_masked_logits(device):
