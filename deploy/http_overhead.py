@@ -1,17 +1,18 @@
 """What the way through Ray and HTTP costs: tokens per second of the service against `LLM` in one process, in turns.
 
-    python deploy/http_overhead.py [KEY=VALUE …]        settings of both, e.g. target=smollm2 (default: the embedded pair)
+    python deploy/http_overhead.py [--new-tokens 128] [KEY=VALUE …]     settings of both, e.g. target=smollm2 (default: the embedded pair)
+    RAY_SERVE_ENABLE_HA_PROXY=1 python deploy/http_overhead.py          the same behind Serve's HAProxy instead of its Python proxy
 
 Starts a local Ray with the service on a free port; the client is this process. Ratios of turns that follow each other are
 compared by their median, because machines drift.
 """
 
+import argparse
 import asyncio
 import json
 import os
 import socket
 import statistics
-import sys
 import time
 
 import httpx
@@ -22,7 +23,6 @@ ENVIRONMENT = {
 
 CONCURRENCY = 16
 NUM_PROMPTS = 48
-NEW_TOKENS = 128
 REPEATS = 5
 
 
@@ -43,13 +43,13 @@ def start_service(settings: dict) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-async def over_http(url: str, ids: list[list[int]], stream: bool) -> float:
+async def over_http(url: str, ids: list[list[int]], new_tokens: int, stream: bool) -> float:
     """Tokens per second with CONCURRENCY requests in flight."""
     gate = asyncio.Semaphore(CONCURRENCY)
     limits = httpx.Limits(max_connections=CONCURRENCY)
 
     async def one(client: httpx.AsyncClient, prompt: list[int]) -> int:
-        body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
+        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         if stream:
             body["stream_options"] = {"include_usage": True}
         async with gate:
@@ -68,31 +68,52 @@ async def over_http(url: str, ids: list[list[int]], stream: bool) -> float:
         return sum(counts) / (time.perf_counter() - started)
 
 
-def in_process(engine, ids: list[list[int]]) -> float:
+async def by_client(client, ids: list[list[int]], new_tokens: int) -> float:
+    """Tokens per second with CONCURRENCY requests in flight, by Ray and without HTTP."""
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(prompt: list[int]) -> int:
+        async with gate:
+            (result,) = await client.agenerate(prompt_token_ids=prompt, temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        return len(result.token_ids)
+
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(one(prompt) for prompt in ids))
+    return sum(counts) / (time.perf_counter() - started)
+
+
+def in_process(engine, ids: list[list[int]], new_tokens: int) -> float:
     """Tokens per second with CONCURRENCY requests in flight."""
     started = time.perf_counter()
-    results = engine.generate(prompt_token_ids=ids, max_in_flight=CONCURRENCY, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    results = engine.generate(prompt_token_ids=ids, max_in_flight=CONCURRENCY, temperature=0, max_tokens=new_tokens, ignore_eos=True)
     return sum(len(one.token_ids) for one in results) / (time.perf_counter() - started)
 
 
 def main() -> None:
     """Print the median rates and the medians of the ratios to `LLM`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--new-tokens", type=int, default=128, help="length of every answer")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    new_tokens = asked.new_tokens
     os.environ.update({**ENVIRONMENT, **os.environ})  # before torch and ray look at it
     import ray
     from ray import serve
 
-    from dflash2_ray import LLM
+    from dflash2_ray import LLM, Client
     from dflash2_ray.cli.settings import prompt_ids, read_prompts, read_settings
 
-    settings = {"draft_width": "fixed", **read_settings(sys.argv[1:]), "max_num_seqs": CONCURRENCY}
+    settings = {"draft_width": "fixed", **read_settings(asked.settings), "max_num_seqs": CONCURRENCY}
     engine = LLM(**settings)
-    some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], NEW_TOKENS)
+    some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], new_tokens)
     ids = [some[index % len(some)] for index in range(NUM_PROMPTS)]
     url = start_service(settings)
+    client = Client()
     ways = {
-        "LLM": lambda: in_process(engine, ids),
-        "HTTP, whole": lambda: asyncio.run(over_http(url, ids, False)),
-        "HTTP, streamed": lambda: asyncio.run(over_http(url, ids, True)),
+        "LLM": lambda: in_process(engine, ids, new_tokens),
+        "Client": lambda: asyncio.run(by_client(client, ids, new_tokens)),
+        "HTTP, whole": lambda: asyncio.run(over_http(url, ids, new_tokens, False)),
+        "HTTP, streamed": lambda: asyncio.run(over_http(url, ids, new_tokens, True)),
     }
     for way in ways.values():
         way()

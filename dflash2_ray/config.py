@@ -19,6 +19,35 @@ MIB = 1024 * 1024
 Dtype = Literal["float32", "bfloat16"]
 
 
+class Autoscaling(BaseModel):
+    """How many units there may be, and what brings another one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_queue_wait_s: float = Field(1.0, gt=0)  # age of the oldest request without a first token, mean over units
+    max_kv_usage: float = Field(0.9, gt=0, le=1)  # share of the KV pages in use, mean over units
+    upscale_delay_s: float = Field(5.0, ge=0)
+    downscale_delay_s: float = Field(300.0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_range(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            low, sign, high = data.partition("-")
+            if not (sign and low.isdecimal() and high.isdecimal()):
+                raise ValueError(f"expected MIN-MAX, or a mapping with max_replicas and others, got {data!r}")
+            return {"min_replicas": int(low), "max_replicas": int(high)}
+        return data
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "Autoscaling":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}")
+        return self
+
+
 class ServiceConfig(BaseModel):
     """Every key of the service. Same words as vLLM where the meaning is the same."""
 
@@ -98,7 +127,22 @@ class ServiceConfig(BaseModel):
         False, description="Refuse HTTP requests with fields that nobody here knows, instead of reporting them in a header."
     )
     num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
+    autoscaling: Autoscaling | None = Field(
+        None, description="Units by load: `1-4`, or a mapping of min_replicas, max_replicas, target_queue_wait_s (1), max_kv_usage (0.9), "
+        "upscale_delay_s (5) and downscale_delay_s (300). num_replicas is then the number at the start. Default: always num_replicas."
+    )
     num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
+    drain_timeout_s: float = Field(
+        60.0, ge=0, description="How long a replica that is to go (scale-down, redeploy, shutdown) lets its running requests finish; what "
+        "is left then goes on at another unit, if there is one."
+    )
+    startup_probe: Literal["warn", "refuse", "off"] = Field(
+        "warn", description="A real generation before a unit is ready. warn: says so in the log and in /server_info when the drafter is "
+        "accepted less than acceptance_floor; refuse: does not start then; off: no generation."
+    )
+    acceptance_floor: float = Field(
+        1.1, ge=1, description="Tokens per verify step, bonus included, that the start-up probe expects of a drafter that fits its target."
+    )
     seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
 
     @model_validator(mode="before")
@@ -130,6 +174,13 @@ class ServiceConfig(BaseModel):
                 raise ValueError(f"expected `*` or scheme://host[:port] without a path, got {origin!r}")
         return origins
 
+    @model_validator(mode="after")
+    def _check_num_replicas(self) -> "ServiceConfig":
+        scaling = self.autoscaling
+        if scaling is not None and not scaling.min_replicas <= self.num_replicas <= scaling.max_replicas:
+            raise ValueError(f"num_replicas={self.num_replicas} is outside autoscaling={scaling.min_replicas}-{scaling.max_replicas}")
+        return self
+
     @classmethod
     def from_keys(cls, keys: Mapping[str, Any]) -> "ServiceConfig":
         """Validate a mapping of keys. Raises ConfigError with one line per problem: key, what was expected, what was got."""
@@ -137,6 +188,22 @@ class ServiceConfig(BaseModel):
             return cls.model_validate(dict(keys))
         except ValidationError as error:
             raise ConfigError("; ".join(_problem(row) for row in error.errors())) from None
+
+    def tuned(self, keys: Mapping[str, Any]) -> "ServiceConfig":
+        """These settings with what Serve's `user_config` changes in place. Raises ConfigError for what needs a new deployment."""
+        for key in keys:
+            if key in type(self).model_fields and key not in TUNABLES:
+                raise ConfigError(f"user_config: {key!r} cannot change in place, only {', '.join(TUNABLES)}; change `args` and deploy again")
+        tuned = self.from_keys({**self.model_dump(), **keys})
+        for key in _QUEUE_LIMITS:
+            if getattr(tuned, key) > getattr(self, key):
+                raise ConfigError(f"user_config: {key} can be lowered in place, to {getattr(self, key)} at most, got {getattr(tuned, key)}")
+        return tuned
+
+    @property
+    def max_num_replicas(self) -> int:
+        """Units at most."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def wants_drafter(self) -> bool:
@@ -147,6 +214,8 @@ class ServiceConfig(BaseModel):
 
 
 _LABELS = ("target_labels", "drafter_labels")
+_QUEUE_LIMITS = ("max_queued_requests", "max_queued_tokens")
+TUNABLES = (*_QUEUE_LIMITS, "draft_deadline_ms", "request_timeout_s", "resume_timeout_s", "strict_fields")
 
 
 def read_labels(pairs: Sequence[str]) -> dict[str, str]:

@@ -25,6 +25,23 @@ class Places:
         self._clock = clock
         self._freed: deque[float] = deque(maxlen=_NUM_MEASURED)  # when requests left
         self._num_refused = 0  # since places were last free for all
+        self._waiting: dict[Place, float] = {}  # without a first token, oldest first: since when
+
+    def limit(self, max_requests: int, max_queued_tokens: int) -> None:
+        """Other limits from now on; who has a place keeps it."""
+        self._max_requests, self._max_queued_tokens = max_requests, max_queued_tokens
+
+    @property
+    def queue_wait_s(self) -> float:
+        """Age of the oldest request without a first token; 0 without one."""
+        return self._clock() - next(iter(self._waiting.values())) if self._waiting else 0.0
+
+    def waits(self, place: "Place", yet: bool) -> None:
+        """Whether `place` still waits for its first token."""
+        if yet:
+            self._waiting[place] = self._clock()
+        else:
+            self._waiting.pop(place, None)
 
     def enter(self, num_tokens: int) -> "Place":
         """A place for a prompt of `num_tokens`. Raises Overloaded with the time after which one should be free, by the rate at which
@@ -62,11 +79,13 @@ class Place:
         self._taken = True
         places.num_requests += 1
         places.num_queued_tokens += num_tokens
+        places.waits(self, True)
 
     def started(self) -> None:
         """Its prompt waits no more."""
         self._places.num_queued_tokens -= self._num_tokens
         self._num_tokens = 0
+        self._places.waits(self, False)
 
     def leave(self) -> None:
         """Free it."""

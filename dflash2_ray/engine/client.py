@@ -42,7 +42,7 @@ class Client:
     ) -> None:
         self._handle = serve.get_deployment_handle(UNIT_DEPLOYMENT, app_name=app_name)
         self._generation_config = generation_config
-        self._resume_timeout_s = resume_timeout_s
+        self.resume_timeout_s = resume_timeout_s
         self._text: TextSide | None = None
         self._lines: Lines | None = None
 
@@ -51,7 +51,7 @@ class Client:
         """The ingress's way in: a handle that Serve bound for it, and lines to its units, because it has one event loop only."""
         client = cls.__new__(cls)
         client._handle, client._generation_config, client._text = handle, generation_config, None
-        client._resume_timeout_s = resume_timeout_s
+        client.resume_timeout_s = resume_timeout_s
         client._lines = Lines()
         return client
 
@@ -157,7 +157,7 @@ class Client:
         prepared = self._text.prepare(prompt, token_ids, messages, sampling)
         request_id = request_id or f"client-{uuid.uuid4().hex}"
         spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params)
-        return ResumableRequest(spec, self._text.assembler(request_id, prepared), self._resume_timeout_s)
+        return ResumableRequest(spec, self._text.assembler(request_id, prepared), self.resume_timeout_s)
 
 
 class _Items:

@@ -31,6 +31,7 @@ class RankGroup:
         self.generation = generation
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.facts: dict[str, Any] = {}
+        self.probe: dict[str, Any] | None = None  # what the start-up probe found
         self.target_folder = ""
         self.pulse: dict[str, Any] = {}
         self.num_items = 0  # that the step loop has delivered
@@ -58,11 +59,12 @@ class RankGroup:
         loads = [
             rank.call("load", self._config, index, len(self.ranks), rendezvous) for index, rank in enumerate(self.ranks)
         ]
-        await self.ranks[0].finish(asyncio.gather(*loads), "target")
+        names = [f"target rank {index}" for index in range(len(self.ranks))] if len(self.ranks) > 1 else ["target"]
+        await asyncio.gather(*(rank.finish(load, name) for rank, load, name in zip(self.ranks, loads, names, strict=True)))
         self._watch(self.ranks[1:], first_rank=1)
         address = None if drafter_address is None else await drafter_address
-        start = dict(await self.ranks[0].finish(self.ranks[0].call("warm_up", address), "target"))
-        self.facts, self.target_folder = start["facts"], start["target_folder"]
+        start = dict(await self.ranks[0].finish(self.ranks[0].call("warm_up", self._config, address), names[0]))
+        self.facts, self.target_folder, self.probe = start["facts"], start["target_folder"], start["probe"]
         self._watch(self.ranks[:1], first_rank=0)
         self._channel = await AsyncChannel.connect(start["host"], start["port"], start["token"])
         self._tasks += [asyncio.create_task(self._pump()), asyncio.create_task(self._ping())]

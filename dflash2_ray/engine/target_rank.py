@@ -5,12 +5,15 @@ Ray is called for its life cycle only; requests and deltas travel over a framed 
 
 import secrets
 import threading
+from dataclasses import asdict
 from typing import Any
 
 import ray
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.worker_actor import WorkerActor
+
+PROBE_TEXT = "Write a Python function that returns the first ten prime numbers, and explain in a few words how it works."
 
 
 class TargetRank(WorkerActor):
@@ -75,14 +78,16 @@ class TargetRank(WorkerActor):
             generation=rendezvous["generation"], timeout_s=timeout_s,
         )
 
-    def warm_up(self, drafter_address: dict[str, Any] | None) -> dict[str, Any]:
-        """On rank 0, while the others run: a first pass through every part; returns what runs, and where to connect."""
+    def warm_up(self, config: ServiceConfig, drafter_address: dict[str, Any] | None) -> dict[str, Any]:
+        """On rank 0, while the others run: a first pass through every part, then the start-up probe; returns what runs, and where to
+        connect. Raises ConfigError when the probe's result is refused."""
         from dflash2_ray.runtime.loop_server import LoopServer, connect_drafter
         from dflash2_ray.runtime.warm_up import warm_up
 
         if drafter_address is not None:
             connect_drafter(self._loop, drafter_address)
         warm_up(self._loop, self._note)
+        probe = self._probe(config)
         host, token = ray.util.get_node_ip_address(), secrets.token_hex(16)
         with self._lock:
             self._server = LoopServer(self._loop, host, token)
@@ -92,7 +97,21 @@ class TargetRank(WorkerActor):
             "token": token,
             "target_folder": str(self._blueprint.target_folder),
             "facts": self._loop.describe(),
+            "probe": probe,
         }
+
+    def _probe(self, config: ServiceConfig) -> dict[str, Any] | None:
+        from dflash2_ray.runtime.start_probe import NUM_TOKENS, judge, start_probe
+        from dflash2_ray.text.text_side import TextSide
+
+        if config.startup_probe == "off":
+            return None
+        self._note("start-up probe", 0, NUM_TOKENS)
+        text = TextSide(self._blueprint.target_folder, config.generation_config, config.chat_template)
+        probe = start_probe(self._loop, text.some_prompt(PROBE_TEXT))
+        judge(probe, config)
+        self._note("start-up probe", NUM_TOKENS, NUM_TOKENS)
+        return asdict(probe)
 
     def run(self) -> str:
         """Serve until the unit goes away, or follow until rank 0 does; returns why it ended."""

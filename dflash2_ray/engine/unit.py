@@ -19,11 +19,13 @@ import ray
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.places import Place, Places
+from dflash2_ray.core.scaling import UnitLoad
 from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
 from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mailbox
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
+from dflash2_ray.engine.unit_scaling import reported
 from dflash2_ray.errors import DFlash2Error, Stopping, UnitLost
 
 logger = logging.getLogger("ray.serve")
@@ -38,7 +40,7 @@ class Unit:
     """A Serve deployment's class. Build with an awaited `__init__`; one instance per replica."""
 
     async def __init__(self, config: ServiceConfig, placement: UnitPlacement) -> None:  # type: ignore[misc]
-        self.config = config
+        self.config = self._deployed = config
         self._placement = placement
         self._streams: dict[str, Mailbox] = {}
         self._lines = LineServer(self._take, self._hang_up)
@@ -219,6 +221,24 @@ class Unit:
                 apart_since = None
                 self._keeper.replace("the ranks cannot connect to it")
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's change in place: the deployed settings with `user_config` over them. Raises ConfigError; then nothing changes."""
+        config = self.config = self._deployed.tuned(user_config or {})
+        self._places.limit(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
+        self._tune()
+        logger.info("settings changed in place: %s", user_config or "back to those of the deployment")
+
+    def _tune(self) -> None:
+        """Ranks that are lost just now start with the settings as they are then."""
+        with contextlib.suppress(UnitLost):
+            if self._serving.is_set():
+                self._group.send({"tune": {"draft_deadline_ms": self.config.draft_deadline_ms}})
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve asks every unit for where their number follows the load."""
+        usage = float(self._group.pulse.get("kv_usage") or 0.0)
+        return reported(UnitLoad(self._places.queue_wait_s, usage, self._places.num_requests / self.config.max_num_seqs))
+
     async def check_health(self) -> None:
         """Serve's health check: a unit that gave up is replaced; one that rebuilds itself is left alone."""
         if self._failed is not None:
@@ -238,6 +258,7 @@ class Unit:
             "num_requests_cancelled": self._num_cancelled,
             "num_requests_by_line": self._num_by_line,
             "generation": group.generation,
+            "startup_probe": group.probe,
             "num_rebuilds": self._num_rebuilds,
             "last_rebuild_s": self._last_rebuild_s,
             "num_drafter_restarts": keeper.num_restarts if keeper else 0,

@@ -26,7 +26,7 @@ from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.models.drafter_checkpoint import read_projection, read_tensors, validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, LayerAttention
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, stacked
-from dflash2_ray.models.rotary import Rotary, RotaryTables
+from dflash2_ray.models.rotary import PlainRotary, Rotary, RotaryTables
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
 
@@ -364,16 +364,18 @@ def load_context_projection(folder: Path, config: DrafterConfig, dtype: str, dev
     return PackedLinear(read_projection(folder, getattr(torch, dtype), device))
 
 
-def _rotary_module(config: DrafterConfig) -> nn.Module:
-    from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
+def _rotary_module(config: DrafterConfig) -> PlainRotary:
     try:
+        if config.rope["rope_type"] == "default":
+            return PlainRotary.of_base(config.rope["rope_theta"], config.head_dim)
+        from transformers import Qwen3Config
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # scaled frequencies are that library's
+
         shape = Qwen3Config(
             hidden_size=config.hidden_size, num_attention_heads=config.num_heads, head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope),
         )
-        return Qwen3RotaryEmbedding(shape)
+        return PlainRotary(*ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](shape))
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"drafter: rope parameters {config.rope}: not usable: {error!r}") from None
 

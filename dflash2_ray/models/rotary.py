@@ -25,8 +25,33 @@ class Rotary:
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.signed_sin)
 
 
+class PlainRotary(nn.Module):
+    """A rotary module of the whole head whose frequencies do not follow the length: inv_freq [D/2] fp32, factor on cos and sin.
+
+    It gives what transformers' modules give, bit for bit. Those live beside whole models, whose import takes a drafter longer than
+    all the rest of its start.
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, factor: float = 1.0) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(inv_freq, persistent=False)
+        self.factor = factor
+
+    @classmethod
+    def of_base(cls, base: float, head_dim: int) -> "PlainRotary":
+        """The unscaled frequencies base^(-2i/D) of RoFormer (arXiv 2104.09864, section 3.2.2)."""
+        return cls(1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+
+    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [1, T] → cos and sin [1, T, D] in the type of `like`."""
+        angles = positions[..., None].float() * self.inv_freq
+        both = torch.cat([angles, angles], dim=-1)
+        return (both.cos() * self.factor).to(like.dtype), (both.sin() * self.factor).to(like.dtype)
+
+
 class RotaryTables:
-    """cos and sin by position, from a transformers rotary module (so every kind of `rope_scaling` is that library's)."""
+    """cos and sin by position, from a rotary module: of a target's own model (so every kind of `rope_scaling` is transformers'), or
+    a drafter's `PlainRotary`."""
 
     def __init__(self, module: nn.Module, max_positions: int, dtype: torch.dtype, device: str) -> None:
         self._module = module.to(device)

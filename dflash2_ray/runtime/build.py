@@ -122,7 +122,7 @@ def build_from_blueprint(
             blueprint.drafter_folder, blueprint.drafter_config, engine.dtype, engine.device
         )
         if engine.drafter_placement == "separate":
-            port = RemoteDraftPort(draft_deadline_ms=engine.draft_deadline_ms)
+            port = RemoteDraftPort()  # the loop says how long it waits where that is fixed
         else:
             share = target.share() if target.shard.size == 1 else None
             port = ColocatedDraftPort(build_drafter_runner(blueprint, share))

@@ -33,7 +33,7 @@ def connect_drafter(loop: TargetLoop, address: dict[str, Any]) -> None:
 class LoopServer:
     """`run()` serves one front (the unit's replica) until that goes away or `stop()` is called.
 
-    Frames in: {"add": spec}, {"abort": request_id}, {"drafter": address}, {"ping": n}. Frames out: {"deltas": [...]},
+    Frames in: {"add": spec}, {"abort": request_id}, {"tune": settings}, {"drafter": address}, {"ping": n}. Frames out: {"deltas": [...]},
     {"refused": error, "request_id": id}, {"pulse": {...}}.
     """
 
@@ -80,12 +80,13 @@ class LoopServer:
             self._inbox.put(None)
 
     def pulse(self) -> dict[str, Any]:
-        """num_steps; step_age_s: seconds since the step in progress began, None between steps; drafter: its port's state,
-        None without a port that can lose it."""
+        """num_steps; step_age_s: seconds since the step in progress began, None between steps; kv_usage: share of the pages in use;
+        drafter: its port's state, None without a port that can lose it."""
         started = self._step_started
         return {
             "num_steps": self.loop.num_steps,
             "step_age_s": None if started is None else time.monotonic() - started,
+            "kv_usage": 1 - self.loop.pool.num_free / self.loop.pool.num_pages,
             "drafter": self._drafter_state(),
         }
 
@@ -122,6 +123,9 @@ class LoopServer:
     def _handle(self, message: dict[str, Any], channel: Channel) -> None:
         if "abort" in message:
             self.loop.abort(message["abort"])
+            return
+        if "tune" in message:
+            self.loop.tune(**message["tune"])
             return
         spec = message["add"]
         try:

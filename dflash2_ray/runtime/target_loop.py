@@ -337,6 +337,10 @@ class TargetLoop:
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
 
+    def tune(self, *, draft_deadline_ms: float | None) -> None:
+        """Change in place what may change while requests run."""
+        self.config = replace(self.config, draft_deadline_ms=draft_deadline_ms)
+
     def forget_history(self) -> None:
         """Set the counters of the loop back: what ran before was a warm-up."""
         self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0

@@ -6,17 +6,19 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
 from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
+from dflash2_ray.engine.unit_scaling import POLICY
 from dflash2_ray.serving.api_keys import read_key_digests
 from dflash2_ray.serving.ingress import Ingress
 from dflash2_ray.serving.routes import Guards, api_builder
 
-_SHUTDOWN_TIMEOUT_S = 5.0
 _HEALTH_PERIOD_S = 2.0
+_METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
 
 
 def build_application(config: ServiceConfig) -> Application:
@@ -32,13 +34,13 @@ def build_application(config: ServiceConfig) -> Application:
     unit: Any = serve.deployment(
         Unit,
         name=UNIT_DEPLOYMENT,
-        num_replicas=config.num_replicas,
+        **_num_units(config),
         max_ongoing_requests=in_flight + 64,  # our own limit answers first, and describe() always gets through
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
         **_label_selector(placement),
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
     )
@@ -47,13 +49,27 @@ def build_application(config: ServiceConfig) -> Application:
         serve.ingress(api_builder(guards))(Ingress),
         name="ingress",
         num_replicas=config.num_ingress_replicas,
-        max_ongoing_requests=config.num_replicas * in_flight + 128,
+        max_ongoing_requests=config.max_num_replicas * in_flight + 128,
         ray_actor_options={"num_cpus": 0.1},
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )
     application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.key_digests))
     return application
+
+
+def _num_units(config: ServiceConfig) -> dict[str, Any]:
+    """Serve's options for a fixed number of units, or for one that follows the load."""
+    limits = config.autoscaling
+    if limits is None:
+        return {"num_replicas": config.num_replicas}
+    policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs={"limits": limits.model_dump()})
+    scaling = AutoscalingConfig(
+        min_replicas=limits.min_replicas, initial_replicas=config.num_replicas, max_replicas=limits.max_replicas,
+        upscale_delay_s=limits.upscale_delay_s, downscale_delay_s=limits.downscale_delay_s,
+        metrics_interval_s=_METRICS_PERIOD_S, look_back_period_s=_METRICS_PERIOD_S * 2, policy=policy,
+    )
+    return {"autoscaling_config": scaling}
 
 
 def _label_selector(placement: UnitPlacement) -> dict[str, Any]:

@@ -52,9 +52,9 @@ class Ingress:
     """The routes. Serve builds it with the unit's handle; `serving.application` wraps it as the ingress deployment."""
 
     async def __init__(self, config: ServiceConfig, unit: Any, http_url: str, num_keys: int = 0) -> None:  # type: ignore[misc]
+        self._deployed = config
         self._client = Client.from_handle(unit, config.generation_config, config.resume_timeout_s)
-        self._strict = config.strict_fields
-        self._timeout_s = config.request_timeout_s
+        self._set_tunables(config)
         facts = await self._client.describe()
         self._text = await self._client.text()
         self._max_model_len, self._vocab_size = int(facts["max_model_len"]), int(facts["vocab_size"])
@@ -63,6 +63,15 @@ class Ingress:
         self._started = int(time.time())
         for line in banner(facts, http_url, num_keys).splitlines():
             logger.info(line)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's change in place: the deployed settings with `user_config` over them. Raises ConfigError; then nothing changes."""
+        self._set_tunables(self._deployed.tuned(user_config or {}))
+
+    def _set_tunables(self, config: ServiceConfig) -> None:
+        self._strict = config.strict_fields
+        self._timeout_s = config.request_timeout_s
+        self._client.resume_timeout_s = config.resume_timeout_s
 
     # ---- generation -------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,13 @@ class TextSide:
         """Token ids of a conversation in the chat template, asking for the assistant's next turn. Raises InvalidRequest."""
         return self.tokenizer.encode(self.template.render(messages, use.shown if use else None), add_special_tokens=False)
 
+    def some_prompt(self, text: str) -> list[int]:
+        """Token ids of a user's turn in the chat template; of the plain text where the template takes none."""
+        try:
+            return self.chat_ids([{"role": "user", "content": text}])
+        except InvalidRequest:
+            return self.tokenizer.encode(text)
+
     def params(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """Sampling options over the checkpoint's defaults; None means omitted. Raises InvalidRequest."""
         given = {name: value for name, value in sampling.items() if value is not None}

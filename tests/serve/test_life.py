@@ -209,11 +209,15 @@ def test_a_killed_ingress_breaks_its_own_connections_only(idle, engine):
 
     from dflash2_ray import Client
 
+    def parent(pid):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
     def ingress_pids():
+        """Of this test's own Ray: its raylet is the parent of every worker, and this process the raylet's."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                if path.read_bytes().startswith(b"ray::ServeReplica:default:ingress"):
+                if path.read_bytes().startswith(b"ray::ServeReplica:default:ingress") and parent(parent(path.parent.name)) == os.getpid():
                     found.append(int(path.parent.name))
             except OSError:  # it ended meanwhile
                 continue

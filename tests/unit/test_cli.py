@@ -5,18 +5,36 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from dflash2_ray import cli
 
 COMMAND = str(Path(sys.executable).with_name("dflash2-ray"))
 
 
-def run(*words, **changes):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **changes}
+def run_process(*words):
+    """The installed command, as its user starts it: what this process has imported already does not help it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run([COMMAND, *words], capture_output=True, text=True, env=environment, check=False)
 
 
-def test_help_names_every_command():
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """The same command in this process: returncode, stdout, stderr."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["dflash2-ray", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        wrote = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code, stdout=wrote.out, stderr=wrote.err)
+
+    return call
+
+
+def test_help_names_every_command(run):
     done = run("--help")
     assert done.returncode == 0
     for command in ("check", "generate", "chat", "bench", "verify"):
@@ -24,8 +42,8 @@ def test_help_names_every_command():
     assert "max_num_seqs" in run("check", "--keys").stdout
 
 
-def test_check_resolves_without_loading(tmp_path):
-    done = run("check", "max_num_seqs=3", "--json", "-")
+def test_check_resolves_without_loading():
+    done = run_process("check", "max_num_seqs=3", "--json", "-")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["config"]["max_num_seqs"] == 3
@@ -51,16 +69,24 @@ def test_check_resolves_without_loading(tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["check", "verify"])
-def test_a_bad_configuration_exits_with_2_and_one_line(command, settings, says):
+def test_a_bad_configuration_exits_with_2_and_one_line(run, command, settings, says):
     done = run(command, *settings)
     assert done.returncode == 2
     assert says in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
-def test_generate_writes_only_the_text_to_standard_output():
-    done = run("generate", "def add(a, b):\n", "dtype=float32", "--temperature", "0", "--max-tokens", "12")
+def test_a_bad_configuration_ends_the_process_with_2():
+    done = run_process("check", "dtyp=float32")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "did you mean 'dtype'" in done.stderr
+
+
+def test_generate_writes_only_the_text_to_standard_output(run):
+    done = run_process("generate", "def add(a, b):\n", "dtype=float32", "--temperature", "0", "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
     assert "acceptance length" in done.stderr
     assert "tokens" not in done.stdout
@@ -69,14 +95,27 @@ def test_generate_writes_only_the_text_to_standard_output():
     assert "plain decoding" in plain.stderr
 
 
-def test_a_refused_request_exits_with_1():
+def test_a_refused_request_exits_with_1(run):
     done = run("generate", "", "dtype=float32")
     assert done.returncode == 1
     assert "no token" in done.stderr
     assert run("generate", "a", "--temperature", "-1").returncode == 1
 
 
-def test_verify_and_bench_report(tmp_path):
+def test_chat_answers_once_or_holds_a_conversation(run, monkeypatch):
+    words = ("dtype=float32", "--temperature", "0", "--max-tokens", "12")
+    once = run("chat", "Spell the word cake.", *words)
+    assert once.returncode == 0, once.stderr
+    assert "12 tokens" in once.stderr
+    said = iter(["Spell the word cake.", "Once more.", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    held = run("chat", *words)
+    assert held.returncode == 0, held.stderr
+    assert held.stdout.startswith(once.stdout)
+    assert held.stderr.count("12 tokens") == 2
+
+
+def test_verify_and_bench_report(run, tmp_path):
     report = tmp_path / "verify.json"
     words = ("--num-prompts", "6", "--max-tokens", "24", "--checks", "identity,law", "--samples", "40", "--law-prompts", "1")
     done = run("verify", "dtype=float32", *words, "--json", str(report))
@@ -88,7 +127,7 @@ def test_verify_and_bench_report(tmp_path):
     runs = told["identity"]["runs"]
     assert [one["num_equal"] for one in runs] == [6, 6, 6]
     assert runs[1]["num_accepted_draft_tokens"] > 0
-    done = run("bench", "draft_width=fixed", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
+    done = run_process("bench", "draft_width=fixed", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout[done.stdout.index("{") :])["results"]
     assert [row["concurrency"] for row in rows] == [1, 2]
@@ -98,10 +137,11 @@ def test_verify_and_bench_report(tmp_path):
         assert row["speedup"] > 0
 
 
-def test_prompts_from_a_file(tmp_path):
+def test_prompts_from_a_file(run, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("def f(x):\nimport os\n")
-    done = run("verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8", "--checks", "identity", "--json", "-")
+    done = run_process("verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8", "--checks", "identity", "--json", "-")
+    assert done.returncode == 0, done.stderr
     assert "2 of 2 texts" in done.stderr
     assert json.loads(done.stdout)["num_prompts"] == 2
     missing = run("verify", "--prompts", str(tmp_path / "none.json"))
@@ -109,7 +149,7 @@ def test_prompts_from_a_file(tmp_path):
     assert "none.json" in missing.stderr
 
 
-def test_bench_compares_widths():
+def test_bench_compares_widths(run):
     words = ("bench", "--widths", "0,7,auto", "--num-prompts", "2", "--repeats", "2", "--max-tokens", "12", "--concurrency", "1,2", "--json", "-")
     done = run(*words)
     assert done.returncode == 0, done.stderr

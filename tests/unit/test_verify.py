@@ -207,7 +207,7 @@ def test_facts_say_what_cannot_be_verified():
 
 # ---- the command, on the embedded pair -----------------------------------------------------------------------------------
 
-WORDS = {"num_prompts": 4, "max_tokens": 20, "concurrency": 4, "samples": 60, "law_prompts": 1, "option_prompts": 1}
+WORDS = {"num_prompts": 4, "max_tokens": 20, "concurrency": 16, "samples": 60, "law_prompts": 1, "option_prompts": 1}
 DEFAULTS = {
     "settings": ["dtype=float32"], "prompts": None, "checks": "identity,law,options", "margin": None, "url": "", "api_key": "", "model": "",
     "json_path": "-",

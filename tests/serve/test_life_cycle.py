@@ -1,0 +1,160 @@
+"""One service through its years: deployed from a file, applied again, changed in place, redeployed and scaled while streams run."""
+
+import asyncio
+import time
+
+import pytest
+
+SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 4, "max_queued_requests": 8, "seed": 7, "num_kv_pages": 800}
+SCALING = {"max_replicas": 2, "target_queue_wait_s": 0.3, "upscale_delay_s": 0, "downscale_delay_s": 1}
+LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.8, "num_speculative_tokens": 0}  # plain: it takes a while
+PROMPTS = ["Once upon a time", "def add(a, b):\n", "The capital of France", "In the beginning"]
+PATIENCE_S = 120
+
+
+def deploy(num_replicas=1, user_config=None, **settings):
+    """What `serve deploy` does with a configuration file; returns when the application runs as asked."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    application = {
+        "name": "years", "route_prefix": "/years", "import_path": "dflash2_ray.app",
+        "args": {**SETTINGS, "num_replicas": num_replicas, **settings},
+    }
+    if user_config is not None:
+        application["deployments"] = [{"name": name, "user_config": user_config} for name in ("unit", "ingress")]
+    client = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        status = serve.status().applications.get("years")
+        if status is not None and status.status == "DEPLOY_FAILED":
+            pytest.fail(status.message)
+        if status is not None and status.status == "RUNNING":
+            running = {name: one.replica_states.get("RUNNING", 0) for name, one in status.deployments.items()}
+            if running == {"unit": num_replicas, "ingress": 1} and all(
+                sum(one.replica_states.values()) == running[name] for name, one in status.deployments.items()
+            ):
+                return
+        assert time.monotonic() < deadline, status
+
+
+@pytest.fixture(scope="module")
+def years(service):
+    """Deployed from a file, two units; one from the first test on."""
+    from ray import serve
+
+    from dflash2_ray import Client
+
+    deploy(num_replicas=2)
+    yield Client("years")
+    serve.delete("years")
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    return [one.token_ids for one in (engine.generate(prompt, seed=3, **LONG)[0] for prompt in PROMPTS)]
+
+
+def unit_pid(client):
+    return next(row["pid"] for row in asyncio.run(client.describe())["workers"] if row["role"] == "unit")
+
+
+def while_streaming(client, change):
+    """All prompts' generations; `change()` runs in a thread once every one of them has its first tokens."""
+    async def one(prompt, started):
+        last = None
+        async for chunk in client.astream(prompt, seed=3, **LONG):
+            last = chunk
+            started.set()
+        return last.generation
+
+    async def together():
+        begun = [asyncio.Event() for _ in PROMPTS]
+        tasks = [asyncio.create_task(one(prompt, event)) for prompt, event in zip(PROMPTS, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        await asyncio.to_thread(change)
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(together())
+
+
+def test_scaling_down_lets_streams_finish(years, expected):
+    generations = while_streaming(years, deploy)
+    assert [one.token_ids for one in generations] == expected
+    assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
+
+
+def test_a_start_is_probed_and_told(years):
+    probe = asyncio.run(years.describe())["startup_probe"]
+    assert probe["num_tokens"] == 48
+    assert probe["acceptance_length"] > 1.2
+    assert asyncio.run(years.describe())["spec_counters"]["num_drafts"] == 0  # it leaves no trace
+
+
+def test_the_same_file_again_restarts_nothing(years):
+    pid = unit_pid(years)
+    deploy()
+    assert unit_pid(years) == pid
+
+
+def test_tunables_change_in_place(years, service, expected):
+    """Under load: nothing is cut, no process is replaced, and the new limits hold."""
+    pid = unit_pid(years)
+    tuned = {"max_queued_requests": 0, "strict_fields": True, "draft_deadline_ms": 1234.0}
+    generations = while_streaming(years, lambda: deploy(user_config=tuned))
+    assert [one.token_ids for one in generations] == expected
+    assert unit_pid(years) == pid
+    deadline = time.monotonic() + PATIENCE_S
+    while asyncio.run(years.describe())["config"]["draft_deadline_ms"] != 1234.0:
+        assert time.monotonic() < deadline
+    body = {"prompt": "x", "max_tokens": 1, "no_such_field": 1}
+    refused = service.http.post("/years/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert "no_such_field" in refused.text
+
+    def one_more():
+        answer = service.http.post("/years/v1/completions", json={"prompt": "x", "max_tokens": 1})
+        assert answer.status_code == 429
+        assert "max_queued_requests = 4" in answer.text
+
+    while_streaming(years, one_more)
+    deploy(user_config={})
+    assert unit_pid(years) == pid
+    assert service.http.post("/years/v1/completions", json=body).status_code == 200
+
+
+def test_a_redeploy_lets_streams_finish(years, expected):
+    """Another setting is another unit; what runs in the old one ends there, and later requests go to the new one."""
+    pid = unit_pid(years)
+    generations = while_streaming(years, lambda: deploy(autoscaling=SCALING))
+    assert [one.token_ids for one in generations] == expected
+    assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
+    assert unit_pid(years) != pid
+    assert years.generate("x", max_tokens=4)[0].usage.completion_tokens == 4
+
+
+def test_units_follow_the_load(years, expected):
+    """Deployed by the test before: requests that wait bring a second unit, calm takes it away, and no answer notices."""
+    from ray import serve
+
+    def num_units():
+        return serve.status().applications["years"].deployments["unit"].replica_states.get("RUNNING", 0)
+
+    async def until(count):
+        deadline = time.monotonic() + PATIENCE_S
+        while await asyncio.to_thread(num_units) != count:
+            assert time.monotonic() < deadline, f"still not {count} units"
+
+    async def loaded():
+        async def one(prompt):
+            return (await years.agenerate(prompt, seed=3, **LONG))[0].token_ids
+
+        tasks = [asyncio.create_task(one(prompt)) for prompt in PROMPTS * 3]  # two thirds of them wait
+        await until(2)
+        return await asyncio.gather(*tasks)
+
+    assert num_units() == 1
+    assert asyncio.run(loaded()) == expected * 3
+    asyncio.run(until(1))
