@@ -4,8 +4,8 @@
 
 The division, and an exponential written as additions and multiplications in fp32 (Cody and Waite's reduction, Taylor terms to
 r⁷), are fixed to the bit by IEEE 754 as long as nothing is fused (`enable_fp_fusion=False`); the sums are int64 and exact. So whoever
-decides by these weights decides alike everywhere. Relative error of a weight: below 2⁻²² (that of an fp32 softmax), and 2⁻⁴⁴ of the
-largest is the smallest that counts. The largest is 2⁴⁴ exactly; up to 2¹⁸ ids fit an int64.
+decides by these weights decides alike everywhere. The exponential's relative error is below 2⁻²², like that of an fp32 softmax, and 2⁻⁴⁴ of
+the largest weight is the smallest that counts. The largest is 2⁴⁴ exactly; up to 2¹⁸ ids fit an int64.
 
 *Rank*: one integer per id, which orders a row by logit descending, then id ascending; no two are equal.
 """
@@ -16,7 +16,6 @@ from dflash2_kernels.triton_import import jit, tl
 
 TOP_BITS = 44
 LARGEST_VOCAB = 1 << 18
-ABOVE_EVERY_RANK = 1 << 62
 _LOG2_E = 1.4426950216293335
 _LN2_HIGH, _LN2_LOW = 0.693138122558593750, 9.05800061445916071534e-06  # the high part has so few bits that n · high is exact
 _TERMS = (0.00019841270113829523, 0.0013888889225199819, 0.008333333767950535, 0.0416666679084301, 0.1666666716337204, 0.5, 1.0, 1.0)

@@ -20,7 +20,7 @@ import torch
 from dflash2_kernels import noise
 from dflash2_kernels.ahead_of_time import CompileCase
 from dflash2_kernels.backend import Operator
-from dflash2_kernels.integer_softmax import ABOVE_EVERY_RANK, LARGEST_VOCAB, TOP_BITS, depth_below, rank, weight, weights_reference
+from dflash2_kernels.integer_softmax import LARGEST_VOCAB, TOP_BITS, depth_below, rank, weight, weights_reference
 from dflash2_kernels.noise import unit, words
 from dflash2_kernels.published_shapes import BATCHES, CANDIDATES, DRAFT_BLOCK, VOCAB
 from dflash2_kernels.traffic import Traffic, TrafficCase
@@ -31,6 +31,7 @@ GREEDY_BELOW = 1e-5
 _TILE = 2048
 _SEARCH_TILE = 1024
 _WAYS = 4  # thresholds tried in one pass
+MOST_PASSES = 27  # ⌈log 2⁶² / log 5⌉: each leaves a fifth of the ranks; it ends before once a single id is left between
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def _decide_kernel(
         for place in range(num_candidates):
             mine = candidate == place
             masses -= tl.where(tile == tl.sum(tl.where(mine, ids, 0), 0) // TILE, tl.sum(tl.where(mine, taken, 0), 0), 0)
-        w0, w1, w2, w3 = words(seed, position + accepted, 0)
+        _w0, w1, w2, w3 = words(seed, position + accepted, 0)
         random = (tl.where(accepted < count, w2, w3) >> 8).to(tl.int64)
         goal = random * (left >> 24) + ((random * (left & 0xFFFFFF)) >> 24)
         chosen = tl.sum((tl.cumsum(masses, 0) <= goal).to(tl.int32), 0)
@@ -364,11 +365,14 @@ def sparse_rejection_traffic(num_requests: int, width: int, num_ids: int, candid
 
 
 def traffic_cases() -> Iterator[TrafficCase]:
-    """Verification of the published drafter's blocks: plain sampling, and the longest search for top_p."""
+    """Verification of the published drafter's blocks: plain sampling, and top_p with as many passes as a search can need."""
     twice = "exact sums need a row's maximum first, so sampled rows are read twice; the second time from L2 while the step's rows fit it"
     for batch in BATCHES:
         traffic = sparse_rejection_traffic(batch, DRAFT_BLOCK, VOCAB, CANDIDATES)
         yield TrafficCase(OPERATOR.name, f"{batch}×{DRAFT_BLOCK}×{VOCAB}", traffic, twice)
+    traffic = sparse_rejection_traffic(8, DRAFT_BLOCK, VOCAB, CANDIDATES, 1 + MOST_PASSES)
+    search = f"top_p reads a row once for its mass and at most {MOST_PASSES} times to find its threshold, from L2 while the rows fit it"
+    yield TrafficCase(OPERATOR.name, f"8×{DRAFT_BLOCK}×{VOCAB}, top_p, longest search", traffic, search)
 
 
 def compile_cases() -> Iterator[CompileCase]:

