@@ -254,7 +254,7 @@ def _decide_kernel(
             ids = tl.load(candidate_ids_ptr + at, mask=candidate < num_candidates, other=-1)
             q = tl.load(candidate_probs_ptr + at, mask=candidate < num_candidates, other=0.0)
             at_draft = tl.sum(tl.where(ids == draft, q, 0.0), 0).to(tl.float64)
-            w0, w1, w2, w3 = words(seed, position + accepted, 0)
+            _w0, w1, _w2, _w3 = words(seed, position + accepted, 0)
             going = unit(w1).to(tl.float64) * at_draft * total.to(tl.float64) < own.to(tl.float64)
             accepted += going.to(tl.int32)
             going = going & (accepted < count)
@@ -275,7 +275,7 @@ def _decide_kernel(
         for place in range(num_candidates):
             mine = candidate == place
             masses -= tl.where(tile == tl.sum(tl.where(mine, ids, 0), 0) // TILE, tl.sum(tl.where(mine, taken, 0), 0), 0)
-        _w0, w1, w2, w3 = words(seed, position + accepted, 0)
+        _w0, _w1, w2, w3 = words(seed, position + accepted, 0)
         random = (tl.where(accepted < count, w2, w3) >> 8).to(tl.int64)
         goal = random * (left >> 24) + ((random * (left & 0xFFFFFF)) >> 24)
         chosen = tl.sum((tl.cumsum(masses, 0) <= goal).to(tl.int32), 0)
