@@ -19,7 +19,16 @@ from dflash2_kernels.ahead_of_time import CompileCase
 from dflash2_kernels.traffic import TrafficCase
 
 # Every module here has OPERATOR, compile_cases() and traffic_cases().
-MODULES: tuple[ModuleType, ...] = (grouped_conv, add_rms_norm, vocab_topk, selector_walk, kv_store, paged_attention, context_ingest, rejection)
+MODULES: tuple[ModuleType, ...] = (
+    grouped_conv,
+    add_rms_norm,
+    vocab_topk,
+    selector_walk,
+    rejection,
+    kv_store,
+    paged_attention,
+    context_ingest,
+)
 
 
 def report(device: torch.device | str) -> dict[str, str]:
