@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from dflash2_kernels import selector_walk
 from dflash2_kernels.add_rms_norm import add_rms_norm, rms_norm
-from dflash2_kernels.backend import REFERENCE
 from dflash2_kernels.grouped_conv import grouped_conv
 from dflash2_kernels.selector_walk import DRAW, GREEDY, RACE, realised_rows, selector_lattice, walk_lattice
 from dflash2_kernels.vocab_topk import vocab_topk
@@ -341,7 +340,7 @@ class Drafter:
     @property
     def draws_itself(self) -> bool:
         """Whether noise comes from the walk's kernel, by seed and position."""
-        return selector_walk.OPERATOR.implementation(self.device) != REFERENCE
+        return selector_walk.OPERATOR.has_kernel(self.device)
 
 
 def load_drafter(folder: Path, config: DrafterConfig, share: TargetShare, *, dtype: str, device: str) -> Drafter:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash2_kernels.backend import REFERENCE
 from dflash2_kernels.paged_attention import OPERATOR, paged_attention
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 
@@ -47,7 +46,7 @@ class PagedPlan:
 
 def kernels_run(device: torch.device) -> bool:
     """Whether attention on this device is a kernel's."""
-    return OPERATOR.implementation(device) != REFERENCE
+    return OPERATOR.has_kernel(device)
 
 
 def plan_pages(batch: AttentionBatch) -> PagedPlan:

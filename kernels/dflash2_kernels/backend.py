@@ -31,12 +31,16 @@ class Operator:
         """`torch reference`, `triton`, `triton interpreter` or the name of a library."""
         return _choose(self, torch.device(device).type)
 
+    def has_kernel(self, device: torch.device | str) -> bool:
+        """Whether tensors on a device go to the Triton kernel."""
+        return self.implementation(device) in (TRITON, INTERPRETER)
+
     def uses_kernel(self, *tensors: torch.Tensor) -> bool:
-        """Whether tensors on this device go to the Triton kernel. Raises ValueError if they are on several devices."""
+        """`has_kernel` of the device that they are on. Raises ValueError if they are on several."""
         device = tensors[0].device
         if any(one.device != device for one in tensors):
             raise ValueError(f"{self.name}: expected tensors on one device, got {sorted({str(one.device) for one in tensors})}")
-        return _choose(self, device.type) in (TRITON, INTERPRETER)
+        return self.has_kernel(device)
 
 
 @functools.cache

@@ -81,9 +81,10 @@ def _dot(a, b, acc, WIDEN: tl.constexpr):
 
 
 @jit
-def _finish(m, total, acc, sink, HAS_SINKS: tl.constexpr):
-    """The weighted sum over its denominator; m and sinks count in powers of two."""
+def _finish(m, total, acc, sinks_ptr, head, real, HAS_SINKS: tl.constexpr):
+    """The weighted sum over its denominator, the heads' sinks in it; m counts in powers of two."""
     if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(m, sink)
         shrink = tl.exp2(m - top)
         total = total * shrink + tl.exp2(sink - top)
@@ -153,11 +154,7 @@ def _attend_kernel(
         acc = _dot(rounded(weights, v.dtype), v, acc * shrink[:, None], WIDEN)
         m = top
     if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-        else:
-            sink = m
-        out = _finish(m, total, acc, sink, HAS_SINKS)
+        out = _finish(m, total, acc, sinks_ptr, head, real, HAS_SINKS)
         tl.store(
             out_ptr + at[:, None] * out_row_stride + head[:, None] * out_head_stride + dim[None, :],
             rounded(out, out_ptr.dtype.element_ty), mask=real[:, None] & inside[None, :],
@@ -205,11 +202,7 @@ def _combine_kernel(
         shrink = tl.exp2(tl.load(sums_ptr + (part + split) * 2, mask=real, other=0.0) - m)
         total += shrink * tl.load(sums_ptr + (part + split) * 2 + 1, mask=real, other=0.0)
         acc += shrink[:, None] * tl.load(parts_ptr + (part + split)[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-    else:
-        sink = m
-    out = _finish(m, total, acc, sink, HAS_SINKS)
+    out = _finish(m, total, acc, sinks_ptr, head, real, HAS_SINKS)
     out = rounded(out, out_ptr.dtype.element_ty)
     tl.store(out_ptr + at * out_row_stride + head[:, None] * out_head_stride + dim[None, :], out, mask=mask)
 
