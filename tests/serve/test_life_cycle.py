@@ -134,6 +134,7 @@ def test_tunables_change_in_place(years, service, expected):
 
 
 def test_what_changes_while_ranks_are_replaced_holds(years):
+    deploy()
     rank = next(row["pid"] for row in asyncio.run(years.describe())["workers"] if row["role"] == "target rank 0")
     os.kill(rank, signal.SIGKILL)
     deploy(user_config={"draft_deadline_ms": 777.0})
