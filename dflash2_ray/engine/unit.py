@@ -19,6 +19,7 @@ import ray
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.drafter_watch import DrafterWatch
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.places import Place, Places
 from dflash2_ray.core.scaling import UnitLoad
 from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
@@ -30,6 +31,7 @@ from dflash2_ray.engine.unit_scaling import reported
 from dflash2_ray.errors import DFlash2Error, Stopping, UnitLost
 
 logger = logging.getLogger("ray.serve")
+failure_log = FailureLog(logger)
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 _HOLD_S = 5.0  # how long a request waits here for the next generation before its client is told to look elsewhere
 _MOST_FRUITLESS = 3  # generations in a row that brought no token: then the whole unit is replaced
@@ -152,7 +154,7 @@ class Unit:
             reason = await self._group.lost
             since = time.monotonic()
             self._serving.clear()
-            logger.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams))
+            failure_log.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams), kind=reason)
             for mailbox in self._streams.values():
                 mailbox.put({"refused": pack_error(UnitLost(reason))})
             self._streams = {}
@@ -178,8 +180,9 @@ class Unit:
                 await self._group.start(self._present_drafter())
                 return True
             except Exception as error:
-                reason = f"generation {self._group.generation} did not start: {type(error).__name__}: {error}"
-                logger.error("%s", reason)
+                cause = f"{type(error).__name__}: {error}"
+                reason = f"generation {self._group.generation} did not start: {cause}"
+                failure_log.error("%s", reason, kind=cause)
                 self._group.kill()
 
     def _present_drafter(self) -> Any:
