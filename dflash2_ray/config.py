@@ -143,6 +143,7 @@ class ServiceConfig(BaseModel):
     acceptance_floor: float = Field(
         1.1, ge=1, description="Tokens per verify step, bonus included, that the start-up probe expects of a drafter that fits its target."
     )
+    sglang_metrics: bool = Field(False, description="Export SGLang's `sglang:spec_*` gauges in /metrics as well.")
     seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
 
     @model_validator(mode="before")

@@ -28,7 +28,7 @@ def deploy(num_replicas=1, user_config=None, **settings):
         application["deployments"] = [{"name": name, "user_config": user_config} for name in ("unit", "ingress")]
     client = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-    wanted = {"unit": {"RUNNING": num_replicas}, "ingress": {"RUNNING": 1}}
+    wanted = {"unit": {"RUNNING": num_replicas}, "ingress": {"RUNNING": 1}, "bookkeeper": {"RUNNING": 1}}
 
     def is_as_asked():
         status = serve.status().applications.get("years")
