@@ -147,6 +147,7 @@ class ServiceConfig(BaseModel):
         "text", description="json: one JSON object per log line, in the replicas' files and in the workers' standard error. text: lines, "
         "or what Serve's own logging_config says."
     )
+    sglang_metrics: bool = Field(False, description="Export SGLang's `sglang:spec_*` gauges in /metrics as well.")
     seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
 
     @model_validator(mode="before")

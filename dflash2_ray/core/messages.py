@@ -3,6 +3,7 @@
 Plain data only, so that every message can be packed for a socket. It must not know how they are carried.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,17 @@ TokenLogprobs = tuple[float, Alternatives]
 
 StepCount = tuple[int, int, str | None]
 """One decode step: (drafts verified, tokens delivered, why there were no drafts)."""
+
+
+def cut_steps(steps: Sequence[StepCount], num_tokens: int) -> tuple[StepCount, ...]:
+    """The steps without their last `num_tokens` tokens."""
+    kept = list(steps)
+    while num_tokens > 0 and kept:
+        num_drafts, committed, reason = kept.pop()
+        if committed > num_tokens:
+            kept.append((num_drafts, committed - num_tokens, reason))
+        num_tokens -= committed
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)

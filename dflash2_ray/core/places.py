@@ -1,7 +1,7 @@
 """How many requests a unit takes in: bounded by number, and by the prompt tokens that wait to be computed."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from dflash2_ray.errors import Overloaded
@@ -25,6 +25,7 @@ class Places:
         self.clock = clock
         self._freed: deque[float] = deque(maxlen=_NUM_MEASURED)  # when requests left
         self._num_refused = 0  # since places were last free for all
+        self.num_rejected: Counter[str] = Counter()  # by which limit, since the start
         self.waiting: dict[Place, float] = {}  # without a first token, oldest first: since when
 
     def limit(self, max_requests: int, max_queued_tokens: int) -> None:
@@ -40,8 +41,10 @@ class Places:
         """A place for a prompt of `num_tokens`. Raises Overloaded with the time after which one should be free, by the rate at which
         requests have left lately; the second that is refused is told to wait for the second place, and so on."""
         if self.num_requests >= self._max_requests:
+            reason = "max_num_queued_reqs"
             what = f"{self.num_requests} requests run or wait (max_num_seqs + max_queued_requests = {self._max_requests})"
         elif self.num_queued_tokens and self.num_queued_tokens + num_tokens > self._max_queued_tokens:
+            reason = "max_num_queued_tokens"
             what = (
                 f"{self.num_queued_tokens} prompt tokens wait, {num_tokens} more are beyond max_queued_tokens={self._max_queued_tokens}"
             )
@@ -49,6 +52,7 @@ class Places:
             self._num_refused = 0
             return Place(self, num_tokens)
         self._num_refused += 1
+        self.num_rejected[reason] += 1
         raise Overloaded(f"the queue is full: {what}; retry later", retry_after_s=self._retry_after_s())
 
     def left(self) -> None:

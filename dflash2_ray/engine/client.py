@@ -108,13 +108,14 @@ class Client:
         **sampling: Any,
     ) -> list[Generation]:
         """Like `generate`, awaited."""
-        async def one(text: Any, chat: Any, ids: Any, options: dict[str, Any]) -> Generation:
-            stream = self.astream(text, messages=chat, prompt_token_ids=ids, **options)
+        async def one(text: Any, chat: Any, ids: Any, options: dict[str, Any], num_choices: int) -> Generation:
+            stream = self.astream(text, messages=chat, prompt_token_ids=ids, num_choices=num_choices, **options)
             return _last([chunk async for chunk in stream])
 
         parts = _each(prompt, messages, prompt_token_ids)
         choices = each_choice(sampling)
-        return list(await asyncio.gather(*(one(*part, options) for part in parts for options in choices)))
+        counts = [len(choices), *[0] * (len(choices) - 1)]
+        return list(await asyncio.gather(*(one(*part, *choice) for part in parts for choice in zip(choices, counts, strict=True))))
 
     async def astream(
         self,
@@ -123,25 +124,28 @@ class Client:
         messages: Messages | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        num_choices: int = 1,
         **sampling: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request."""
+        """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request. num_choices: for the
+        metrics, the option n with the first of its choices, 0 with the others."""
         await self.text()
         # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
         request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id)
         while not request.finished:
-            spec = request.attempt() | ({"by_line": True} if self._lines else {})
+            spec = request.attempt() | {"num_choices": num_choices} | ({"by_line": True} if self._lines else {})
             response: Any = self._handle.options(stream=True).generate.remote(spec)
             items = _Items(response, self._lines, spec["request_id"])
             try:
                 while not request.finished:
                     async with asyncio.timeout(request.patience_s):
                         item = await items.next()
-                    yield request.absorb(item)
+                    chunk = request.absorb(item)
+                    yield chunk
             except (UnitLost, Stopping, Overloaded, TimeoutError, *_RAY_ERRORS) as error:
                 await asyncio.sleep(request.lost(_translated(error)))
             finally:
-                items.leave()
+                items.leave(chunk.usage.completion_tokens if request.finished and not request.ended else None)
                 if not request.ended:
                     response.cancel()
 
@@ -182,10 +186,10 @@ class _Items:
         whole = [one for one in items if one is not None]
         return merge_items(whole) if whole else None
 
-    def leave(self) -> None:
-        """Nothing more is wanted."""
+    def leave(self, num_tokens: int | None) -> None:
+        """Nothing more is wanted. num_tokens: of a text that ended before the engine did."""
         if self._lines is not None and self._address is not None:
-            self._lines.leave(self._address, self._request_id)
+            self._lines.leave(self._address, self._request_id, num_tokens)
 
 
 # ---- blocking use: one event loop in a thread of its own ------------------------------------------------------------------

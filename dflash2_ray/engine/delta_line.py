@@ -43,10 +43,12 @@ class Line:
 
 class LineServer:
     """The unit's door. `on_take(request_id, line)`: whether that request goes on there (`Mailbox.go_by`); `on_gone(line)`: the
-    front went away."""
+    front went away; `on_stop(request_id, num_tokens)`: the front has the whole text, of so many tokens."""
 
-    def __init__(self, on_take: Callable[[str, Line], bool], on_gone: Callable[[Line], None]) -> None:
-        self._on_take, self._on_gone = on_take, on_gone
+    def __init__(
+        self, on_take: Callable[[str, Line], bool], on_gone: Callable[[Line], None], on_stop: Callable[[str, int], None]
+    ) -> None:
+        self._on_take, self._on_gone, self._on_stop = on_take, on_gone, on_stop
         self._token = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
         self._channels: set[AsyncChannel] = set()
@@ -66,7 +68,11 @@ class LineServer:
             if not isinstance(hello, dict) or not hmac.compare_digest(str(hello.get("token", "")), self._token):
                 return
             while True:
-                request_id = str((await channel.receive())["take"])
+                message = await channel.receive()
+                if "stop" in message:
+                    self._on_stop(str(message["stop"]), int(message["num_tokens"]))
+                    continue
+                request_id = str(message["take"])
                 if not self._on_take(request_id, line):
                     line.post(request_id, {"taken": False})
         except (ChannelClosed, TimeoutError, ValueError, KeyError, TypeError):
@@ -174,11 +180,11 @@ class Lines:
             self._unreachable[key] = now + _UNREACHABLE_S
             return None
 
-    def leave(self, address: Mapping[str, Any], request_id: str) -> None:
-        """The request is over; what still comes of it is dropped."""
+    def leave(self, address: Mapping[str, Any], request_id: str, num_tokens: int | None = None) -> None:
+        """The request is over; what still comes of it is dropped. num_tokens: of a text that ended before the engine did."""
         task = self._open.get(_key(address))
         if task is not None and task.done() and not task.exception():
-            task.result().leave(request_id)
+            task.result().leave(request_id, num_tokens)
 
 
 class _FrontLine:
@@ -209,8 +215,11 @@ class _FrontLine:
         self.leave(request_id)
         return None
 
-    def leave(self, request_id: str) -> None:
+    def leave(self, request_id: str, num_tokens: int | None = None) -> None:
         self._queues.pop(request_id, None)
+        if num_tokens is not None:
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send({"stop": request_id, "num_tokens": num_tokens})
 
     async def _read(self) -> None:
         try:

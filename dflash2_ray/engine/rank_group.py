@@ -34,6 +34,8 @@ class RankGroup:
         self.probe: dict[str, Any] | None = None  # what the start-up probe found
         self.target_folder = ""
         self.pulse: dict[str, Any] = {}
+        self._num_pings = 0
+        self._beats: list[tuple[int, asyncio.Future[None]]] = []  # who waits for the pulse of which ping
         self.num_items = 0  # that the step loop has delivered
         self._config = config
         self._placement = placement
@@ -100,6 +102,23 @@ class RankGroup:
         except ray.exceptions.RayError as error:
             raise UnitLost(f"target rank 0 does not answer: {type(error).__name__}") from None
 
+    async def fresh_pulse(self, timeout_s: float) -> dict[str, Any]:
+        """The pulse of this moment, or the last one where none comes in time."""
+        beat: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with contextlib.suppress(UnitLost, TimeoutError):
+            waiting = (self._send_ping(), beat)
+            self._beats.append(waiting)
+            try:
+                await asyncio.wait_for(beat, timeout_s)
+            finally:
+                self._beats.remove(waiting)
+        return self.pulse
+
+    def _send_ping(self) -> int:
+        self._num_pings += 1
+        self.send({"ping": self._num_pings})
+        return self._num_pings
+
     async def _pump(self) -> None:
         assert self._channel is not None, "connected before it is pumped"
         try:
@@ -108,6 +127,9 @@ class RankGroup:
                 self._heard = asyncio.get_running_loop().time()
                 if "pulse" in frame:
                     self.pulse = frame["pulse"]
+                    for number, beat in self._beats:
+                        if number <= self.pulse["ping"] and not beat.done():
+                            beat.set_result(None)
                     continue
                 for item in frame.get("deltas") or [frame]:
                     self.num_items += 1
@@ -121,7 +143,7 @@ class RankGroup:
         self._heard = loop.time()
         with contextlib.suppress(UnitLost):
             while not self.lost.done():
-                self.send({"ping": self.generation})
+                self._send_ping()
                 await asyncio.sleep(_PING_PERIOD_S)
                 age = self.pulse.get("step_age_s") or 0.0
                 if age > self._config.step_timeout_s:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import serve
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
@@ -27,6 +28,9 @@ from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mail
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
+from dflash2_ray.engine.ray_mirror import RayMirror
+from dflash2_ray.engine.unit_accounts import UnitAccounts
+from dflash2_ray.engine.unit_reporter import Count, UnitReporter
 from dflash2_ray.engine.unit_scaling import reported
 from dflash2_ray.errors import DFlash2Error, Stopping, UnitLost
 
@@ -41,11 +45,11 @@ _WATCH_PERIOD_S = 0.5
 class Unit:
     """A Serve deployment's class. Build with an awaited `__init__`; one instance per replica."""
 
-    async def __init__(self, config: ServiceConfig, placement: UnitPlacement) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServiceConfig, placement: UnitPlacement, bookkeeper: Any) -> None:  # type: ignore[misc]
         self.config = self._deployed = config
         self._placement = placement
         self._streams: dict[str, Mailbox] = {}
-        self._lines = LineServer(self._take, self._hang_up)
+        self._lines = LineServer(self._take, self._hang_up, lambda request_id, num_tokens: self._accounts.book.stopped(request_id, num_tokens))
         self._serving = asyncio.Event()
         self._failed: str | None = None
         self._stopping = False
@@ -68,8 +72,11 @@ class Unit:
         self.facts = self._group.facts
         self._target_folder = Path(self._group.target_folder)
         self._places = Places(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
+        self._accounts = UnitAccounts(config, self.facts)
+        self._reporter = UnitReporter(bookkeeper, self._count, _own_index, RayMirror().tell)
         self._serving.set()
-        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch_drafter())]
+        await self._reporter.start()
+        self._tasks = [asyncio.create_task(work) for work in (self._supervise(), self._watch_drafter(), self._reporter.run())]
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -80,7 +87,8 @@ class Unit:
         the rest there, and this stream only ends. Closing or cancelling the stream cancels the request, queued or running.
         """
         self._num_calls += 1
-        request_id, by_line = spec["request_id"], spec.pop("by_line", False)
+        arrived, book = time.monotonic(), self._accounts.book
+        request_id, by_line, num_choices = spec["request_id"], spec.pop("by_line", False), spec.pop("num_choices", 1)
         added = finished = False
         place: Place | None = None
         mailbox: Mailbox | None = None
@@ -92,7 +100,9 @@ class Unit:
             if request_id in self._streams:  # its client lost the connection and asks again
                 group.send({"abort": request_id})
                 self._streams[request_id].hang_up()
+                book.close(request_id, None)
             self._streams[request_id] = mailbox
+            book.open(spec, num_choices, arrived)
             group.send({"add": spec})
             added = True
             if by_line:
@@ -112,8 +122,10 @@ class Unit:
                 del self._streams[request_id]
                 if added and not finished and not group.lost.done():
                     self._num_cancelled += 1
+                    book.close(request_id, "abort")
                     with contextlib.suppress(UnitLost):
                         group.send({"abort": request_id})
+                book.close(request_id, None)
 
     def _admit(self, spec: dict[str, Any]) -> Place:
         if self._stopping:
@@ -133,6 +145,7 @@ class Unit:
         """Items without a stream belong to cancelled requests."""
         mailbox = self._streams.get(item["request_id"])
         if mailbox is not None:
+            self._accounts.book.take(item)
             mailbox.put(item)
 
     def _take(self, request_id: str, line: Line) -> bool:
@@ -155,7 +168,9 @@ class Unit:
             since = time.monotonic()
             self._serving.clear()
             failure_log.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams), kind=reason)
-            for mailbox in self._streams.values():
+            self._accounts.note(self._group)
+            for request_id, mailbox in self._streams.items():
+                self._accounts.book.close(request_id, None)
                 mailbox.put({"refused": pack_error(UnitLost(reason))})
             self._streams = {}
             self._group.kill()
@@ -275,6 +290,17 @@ class Unit:
             files["chat_template.override"] = Path(self.config.chat_template).read_bytes()
         return files
 
+    async def _count(self) -> Count:
+        return await self._accounts.count(
+            self._group, self._keeper, self._places, serving=self._serving.is_set(), num_rebuilds=self._num_rebuilds
+        )
+
+    async def _leave(self) -> None:
+        self._stopping = True
+        self._tasks[-1].cancel()
+        await self._reporter.leave()
+        self._close()
+
     def _close(self) -> None:
         self._stopping = True
         for task in self._tasks:
@@ -284,9 +310,14 @@ class Unit:
         if self._keeper is not None:
             self._keeper.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_tasks"):
-            self._close()
+    def __del__(self) -> Any:
+        """Serve calls it when the replica has drained, and awaits what it returns."""
+        return self._leave() if getattr(self, "_tasks", None) and not self._stopping else None
+
+
+def _own_index() -> str:
+    """Serve's number of this unit among the units; one that replaces another has the other's."""
+    return str(serve.get_replica_context().rank.rank)
 
 
 def _ends(item: dict[str, Any]) -> bool:

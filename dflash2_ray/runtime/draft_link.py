@@ -19,6 +19,7 @@ import torch
 
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, RowSpan, Wanted
 from dflash2_ray.core.failure_log import FailureLog
+from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.runtime.channel import Channel, ChannelClosed
 from dflash2_ray.runtime.context_log import ContextLog
 from dflash2_ray.runtime.draft_deadline import DraftDeadline
@@ -88,7 +89,8 @@ class RemoteDraftPort:
     deadline: how long `collect` waits where its caller does not say; default: by the measured times. transport: how context rows
     travel, `socket`, `gloo` or `nccl`.
     hung_after deadlines in a row without any answer end the waiting; once nothing was heard for hung_after_s as well,
-    `suspect` is "hung". replay_bytes: most context that one call sends again. timings: samples for a planner.
+    `suspect` is "hung". replay_bytes: most context that one call sends again. timings: samples for a planner. `ledger`: what the
+    drafter's work and the way to it took, and the bytes of tensors on that way.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class RemoteDraftPort:
         self.transport = transport
         self.timings: deque[DraftTiming] = deque(maxlen=256)
         self.last_latency_s: float | None = None
+        self.ledger = Ledger()
         self._deadline = deadline or DraftDeadline()
         self._hung_after, self._hung_after_s = hung_after, hung_after_s
         self._max_queued_bytes, self._replay_bytes = max_queued_bytes, replay_bytes
@@ -338,7 +341,9 @@ class RemoteDraftPort:
         except ChannelClosed as error:
             self._lose(link, str(error))
             return
-        if not fits:
+        if fits:
+            self.ledger.add("transfer_bytes", sum(one.nbytes for one in frame.buffers) + sum(one.nbytes for one in frame.tensors))
+        else:
             self._own["num_overflows"] += 1
             self._lose(link, f"it takes nothing off its connection; {link.writer.queued_bytes} bytes wait")
 
@@ -421,6 +426,7 @@ class RemoteDraftPort:
                 with self._changed:
                     if self._link is not link:
                         return
+                    self.ledger.add("transfer_bytes", sum(len(buffer) for buffer in buffers))
                     self._take(link, answer, is_draft=kind == "answer")
                     self._changed.notify_all()
         except (ChannelClosed, ValueError) as error:
@@ -444,6 +450,8 @@ class RemoteDraftPort:
                 del link.asks[number]  # replaced in full by later ones: never answered
             self.last_latency_s = self._clock() - ask[0]
             self._deadline.observe(self.last_latency_s)
+            self.ledger.observe("draft_s", answer.draft_s)
+            self.ledger.observe("transfer_s", max(0.0, self.last_latency_s - answer.draft_s))
             self.timings.append(DraftTiming(ask[1], ask[2], self.last_latency_s))
         if answer.error is not None:
             self._own["num_failed_asks"] += 1

@@ -5,6 +5,7 @@ commit names them; anything stale, doubled or out of place is dropped and counte
 never drafted for. It must not know the target.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, Wanted
+from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter
 from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.runtime.pending_rows import take_committed
@@ -196,10 +198,11 @@ def _draws(group: Sequence[tuple[Wanted, _Drafted]], width: int) -> tuple[list[i
 
 
 class ColocatedDraftPort:
-    """`DraftPort` in one process: messages are applied where they are sent."""
+    """`DraftPort` in one process: messages are applied where they are sent. `ledger`: what its drafts took."""
 
     def __init__(self, runner: DrafterRunner) -> None:
         self.runner = runner
+        self.ledger = Ledger()
 
     def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
         self.runner.apply(messages)
@@ -208,7 +211,10 @@ class ColocatedDraftPort:
         """Nothing to do ahead: this process has one thread for both models."""
 
     def collect(self, wanted: Sequence[Wanted], deadline_s: float | None = None) -> list[Proposal]:
-        return self.runner.propose(wanted)
+        started = time.perf_counter()
+        proposals = self.runner.propose(wanted)
+        self.ledger.observe("draft_s", time.perf_counter() - started)
+        return proposals
 
     def counters(self) -> dict[str, int]:
         return dict(self.runner.counters)

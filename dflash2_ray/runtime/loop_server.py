@@ -72,7 +72,7 @@ class LoopServer:
             while True:
                 message = channel.receive()
                 if "ping" in message:
-                    channel.send({"pulse": self.pulse()})
+                    channel.send({"pulse": self.pulse() | {"ping": message["ping"]}})
                 elif "drafter" in message:  # connecting may take a while
                     threading.Thread(target=connect_drafter, args=(self.loop, message["drafter"]), daemon=True).start()
                 else:
@@ -82,13 +82,16 @@ class LoopServer:
 
     def pulse(self) -> dict[str, Any]:
         """num_steps; step_age_s: seconds since the step in progress began, None between steps; kv_usage: share of the pages in use;
-        drafter: its port's state, None without a port that can lose it."""
+        drafter: its port's state, None without a port that can lose it; running, waiting: requests; numbers: what the loop has counted."""
         started = self._step_started
         return {
             "num_steps": self.loop.num_steps,
             "step_age_s": None if started is None else time.monotonic() - started,
             "kv_usage": 1 - self.loop.pool.num_free / self.loop.pool.num_pages,
             "drafter": self._drafter_state(),
+            "running": len(self.loop.scheduler.running),
+            "waiting": len(self.loop.scheduler.waiting),
+            "numbers": self.loop.numbers(),
         }
 
     def _drafter_state(self) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from dflash2_ray.config import EngineConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted, propose
 from dflash2_ray.core.failure_log import FailureLog
+from dflash2_ray.core.ledger import Ledger, Numbers
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.planner import Load
@@ -24,6 +25,7 @@ from dflash2_ray.core.request import Request, named
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
 from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.core.step_control import StepControl
+from dflash2_ray.core.step_ledger import StepLedger
 from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
@@ -59,6 +61,7 @@ class TargetLoop:
         )
         self.control = self._build_control()
         self.spec_counters = SpecCounters.of_width(config.num_speculative_tokens)
+        self.step_ledger = StepLedger()
         self.num_steps = 0
         self.num_dropped_proposals = 0
         self._clock = clock
@@ -86,6 +89,7 @@ class TargetLoop:
                 num_speculative_tokens=self.config.num_speculative_tokens if self.draft_port else 0,
             )
         )
+        self.step_ledger.queued(spec.request_id, self._clock())
 
     def check(self, spec: RequestSpec) -> None:
         """Refuse what this engine could never run. Raises InvalidRequest or ContextLengthExceeded."""
@@ -96,6 +100,7 @@ class TargetLoop:
     def abort(self, request_id: str) -> None:
         """Forget a request, running or queued; unknown ids are ignored."""
         if self.scheduler.abort(request_id):
+            self.step_ledger.ended(request_id)
             self._tell_departures()
 
     def _noise_key(self, spec: RequestSpec) -> int:
@@ -213,10 +218,14 @@ class TargetLoop:
             raise
         except Exception as error:  # whatever it was, it ends these requests and no others
             failure_log.exception("a step failed; its %d requests end with an error: %s", len(planned), named([part.request for part in planned]))
+            for part in planned:
+                self.step_ledger.ended(part.request.request_id)
             return self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
         deltas = self.scheduler.commit(planned, outcomes, self._why_plain)
         self._commit_context(planned, batch, result)
-        self._learn_step(planned, outcomes, self._clock() - started - draft_s, draft_s)
+        ended = self._clock()
+        self._learn_step(planned, outcomes, ended - started - draft_s, draft_s)
+        self.step_ledger.step(planned, outcomes, deltas, started, ended, draft_s)
         return deltas
 
     def _verify(
@@ -338,6 +347,16 @@ class TargetLoop:
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
 
+    def numbers(self) -> Numbers:
+        """What this loop and its draft port have counted (`core.ledger`); any thread may ask."""
+        counted = self.spec_counters
+        numbers = self.step_ledger.numbers()
+        numbers |= {f"accepted_per_position/{index}": count for index, count in enumerate(counted.accepted_per_position)}
+        numbers |= {name: getattr(counted, name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")}
+        numbers["preemptions"] = self.scheduler.num_preemptions
+        ledger: Ledger | None = getattr(self.draft_port, "ledger", None)
+        return numbers if ledger is None else numbers | ledger.copy()
+
     def tune(self, *, draft_deadline_ms: float | None) -> None:
         """Change in place what may change while requests run."""
         self.config = replace(self.config, draft_deadline_ms=draft_deadline_ms)
@@ -346,6 +365,10 @@ class TargetLoop:
         """Set the counters of the loop back: what ran before was a warm-up."""
         self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0
         self.spec_counters = SpecCounters.of_width(self.config.num_speculative_tokens)
+        self.step_ledger = StepLedger()
+        ledger: Ledger | None = getattr(self.draft_port, "ledger", None)
+        if ledger is not None:
+            ledger.clear()
 
     def close(self) -> None:
         """Release the drafter's side; the loop must not be stepped afterwards."""

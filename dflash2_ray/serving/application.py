@@ -1,4 +1,4 @@
-"""The Serve application: an ingress deployment in front of a unit deployment."""
+"""The Serve application: an ingress deployment in front of a unit deployment, and one replica that keeps the books of both."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from dflash2_ray.config import ServiceConfig
+from dflash2_ray.engine.bookkeeper import BOOKKEEPER_DEPLOYMENT, Bookkeeper
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
 from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
@@ -23,11 +24,12 @@ from dflash2_ray.serving.routes import Guards, api_builder
 logger = logging.getLogger("ray.serve")
 _KUBERAY = "KUBERAY_GEN_RAY_START_CMD"  # the operator sets it in every Ray pod
 _HEALTH_PERIOD_S = 2.0
+_MOST_CALLS = 10_000  # of units and fronts that wait at the bookkeeper
 _METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
 
 
 def build_application(config: ServiceConfig) -> Application:
-    """Bind both deployments. Raises ConfigError for what no machine could serve; the rest is decided where the unit runs."""
+    """Bind the deployments. Raises ConfigError for what no machine could serve; the rest is decided where the unit runs."""
     in_flight = config.max_num_seqs + config.max_queued_requests
     nodes = _nodes()
     num_gpus = sum(node.num_gpus for node in nodes)
@@ -50,6 +52,17 @@ def build_application(config: ServiceConfig) -> Application:
         **_logs(config),
         health_check_period_s=_HEALTH_PERIOD_S,
     )
+    bookkeeper: Any = serve.deployment(
+        Bookkeeper,
+        name=BOOKKEEPER_DEPLOYMENT,
+        max_ongoing_requests=_MOST_CALLS,
+        ray_actor_options={"num_cpus": 0.01},  # not 0: a head without CPUs would be the place for it
+        graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        **_logs(config),
+    )
+    books = bookkeeper.bind()
     guards = Guards(KeyDigests.read(config.api_keys_file), config.cors_origins, config.max_body_bytes)
     ingress: Any = serve.deployment(
         serve.ingress(api_builder(guards))(Ingress),
@@ -61,7 +74,7 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.1,
         **_logs(config),
     )
-    application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.keys.all()))
+    application: Application = ingress.bind(config, unit.bind(config, placement, books), books, _http_url(), len(guards.keys.all()))
     return application
 
 

@@ -20,8 +20,9 @@ from dflash2_ray import __version__
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.spec_counters import SpecCounters
+from dflash2_ray.engine.books_reader import BooksReader
 from dflash2_ray.engine.client import Client
-from dflash2_ray.errors import DeadlinePassed, InvalidRequest
+from dflash2_ray.errors import DeadlinePassed, InvalidRequest, UnitLost
 from dflash2_ray.serving.access_log import log_answer
 from dflash2_ray.serving.banner import banner
 from dflash2_ray.serving.choice_writer import ChoiceWriter
@@ -51,11 +52,12 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Ingress:
-    """The routes. Serve builds it with the unit's handle; `serving.application` wraps it as the ingress deployment."""
+    """The routes. Serve builds it with the handles of unit and bookkeeper; `serving.application` wraps it as the ingress deployment."""
 
-    async def __init__(self, config: ServiceConfig, unit: Any, http_url: str, num_keys: int = 0) -> None:  # type: ignore[misc]
+    async def __init__(self, config: ServiceConfig, unit: Any, bookkeeper: Any, http_url: str, num_keys: int = 0) -> None:  # type: ignore[misc]
         self._deployed = config
         self._client = Client.from_handle(unit, config.generation_config, config.resume_timeout_s)
+        self._books = BooksReader(bookkeeper)
         self._set_tunables(config)
         facts = await self._client.describe()
         self._text = await self._client.text()
@@ -117,7 +119,9 @@ class Ingress:
             prompts = [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in asked.prompts]
         choices = [(prompt, sampling) for prompt in prompts for sampling in each_choice(asked.sampling)]
         return [
-            self._client.astream(**prompt, request_id=f"{unique}-{index}", **sampling)
+            self._client.astream(
+                **prompt, request_id=f"{unique}-{index}", num_choices=0 if index % asked.num_choices else asked.num_choices, **sampling
+            )
             for index, (prompt, sampling) in enumerate(choices)
         ]
 
@@ -241,8 +245,11 @@ class Ingress:
         return {"version": __version__, **facts, "internal_states": [{"avg_spec_accept_length": length}]}
 
     async def metrics(self) -> Response:
-        """Prometheus text of the unit that answers."""
-        return Response(exposition(await self._client.describe()), media_type=CONTENT_TYPE)
+        """Prometheus text of all units."""
+        try:
+            return Response(exposition(*await self._books.read()), media_type=CONTENT_TYPE)
+        except UnitLost as error:
+            return JSONResponse(plain_error(str(error), "server_error", None, "service_unavailable"), 503, headers={"Retry-After": "1"})
 
 
 async def _json(request: Request) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dflash2_ray.core.generation import Generation, GenerationChunk, Usage
-from dflash2_ray.core.messages import RequestDelta, SpeculationStats, StepCount, TokenLogprobs
+from dflash2_ray.core.messages import RequestDelta, SpeculationStats, TokenLogprobs, cut_steps
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.text.detokenizer import Detokenizer
 from dflash2_ray.text.stop_matcher import StopMatcher
@@ -50,7 +50,7 @@ class TextAssembler:
             self._first_token = time.perf_counter()
         text, count, stop = self._show(delta)
         if stop is not None:
-            delta = replace(delta, token_ids=delta.token_ids[:count], finish_reason="stop", steps=_cut(delta.steps, len(delta.token_ids) - count))
+            delta = replace(delta, token_ids=delta.token_ids[:count], finish_reason="stop", steps=cut_steps(delta.steps, len(delta.token_ids) - count))
         self._token_ids.extend(delta.token_ids)
         logprobs = None if delta.logprobs is None else delta.logprobs[:count]
         self._logprobs.extend(logprobs or ())
@@ -119,13 +119,3 @@ class TextAssembler:
             return None
         return read_calls([text], self._request_id, self._tools.max_calls)[1]
 
-
-def _cut(steps: tuple[StepCount, ...], num_tokens: int) -> tuple[StepCount, ...]:
-    """The steps without their last `num_tokens` tokens."""
-    kept = list(steps)
-    while num_tokens > 0 and kept:
-        num_drafts, committed, reason = kept.pop()
-        if committed > num_tokens:
-            kept.append((num_drafts, committed - num_tokens, reason))
-        num_tokens -= committed
-    return tuple(kept)

@@ -143,7 +143,7 @@ def test_a_configuration_is_deployed_and_answers(name, cluster, keys, answers):
     args, status, message = deploy(name, keys)
     assert status == "RUNNING", message
     units, ingresses, ranks, placement = SHAPES[name]
-    assert {kind: len(ids) for kind, ids in running_replicas().items()} == {"unit": units, "ingress": ingresses}
+    assert {kind: len(ids) for kind, ids in running_replicas().items()} == {"unit": units, "ingress": ingresses, "bookkeeper": 1}
     key = {"Authorization": "Bearer key-of-a-client"} if "api_keys_file" in args else {}
     with httpx.Client(base_url=cluster.url, timeout=120, headers=key) as http:
         body = http.post("/v1/completions", json=QUESTION).raise_for_status().json()

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from scrape import growth, numbers
 
 SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 4, "max_queued_requests": 8, "seed": 7, "num_kv_pages": 800}
 SCALING = {"max_replicas": 2, "target_queue_wait_s": 0.3, "upscale_delay_s": 0, "downscale_delay_s": 1}
@@ -28,7 +29,7 @@ def deploy(num_replicas=1, user_config=None, **settings):
         application["deployments"] = [{"name": name, "user_config": user_config} for name in ("unit", "ingress")]
     client = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-    wanted = {"unit": {"RUNNING": num_replicas}, "ingress": {"RUNNING": 1}}
+    wanted = {"unit": {"RUNNING": num_replicas}, "ingress": {"RUNNING": 1}, "bookkeeper": {"RUNNING": 1}}
 
     def is_as_asked():
         status = serve.status().applications.get("years")
@@ -67,6 +68,10 @@ def expected(engine):
     return [one.token_ids for one in (engine.generate(prompt, seed=3, **LONG)[0] for prompt in PROMPTS)]
 
 
+def scrape(service):
+    return numbers(service.http.get("/years/metrics").raise_for_status().text)
+
+
 def unit_pid(client):
     return next(row["pid"] for row in asyncio.run(client.describe())["workers"] if row["role"] == "unit")
 
@@ -90,10 +95,14 @@ def while_streaming(client, change):
     return asyncio.run(together())
 
 
-def test_scaling_down_lets_streams_finish(years, expected):
+def test_scaling_down_lets_streams_finish(years, service, expected):
+    counted = scrape(service)
     generations = while_streaming(years, deploy)
     assert [one.token_ids for one in generations] == expected
     assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
+    told = growth(counted, scrape(service))  # the unit that went has told everything
+    assert told["vllm:request_success_total/length"] == len(PROMPTS)
+    assert told["vllm:generation_tokens_total"] == LONG["max_tokens"] * len(PROMPTS)
 
 
 def test_a_start_is_probed_and_told(years):
@@ -144,13 +153,14 @@ def test_what_changes_while_ranks_are_replaced_holds(years):
     assert info["config"]["draft_deadline_ms"] == 777.0
 
 
-def test_a_redeploy_lets_streams_finish(years, expected):
+def test_a_redeploy_lets_streams_finish(years, service, expected):
     """Another setting is another unit; what runs in the old one ends there, and later requests go to the new one."""
-    pid = unit_pid(years)
+    pid, counted = unit_pid(years), scrape(service)
     generations = while_streaming(years, lambda: deploy(autoscaling=SCALING))
     assert [one.token_ids for one in generations] == expected
     assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
     assert unit_pid(years) != pid
+    assert growth(counted, scrape(service))["vllm:request_success_total/length"] == len(PROMPTS)
     assert years.generate("x", max_tokens=4)[0].usage.completion_tokens == 4
 
 

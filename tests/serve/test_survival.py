@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from scrape import families, growth, numbers
 
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": 8, "seed": 7, "tensor_parallel_size": 2, "drafter_placement": "separate",
@@ -51,9 +52,21 @@ def unit(service):
                 return info
             assert time.monotonic() < deadline, f"still {info}"
 
-    yield SimpleNamespace(client=client, wait_for=wait_for, describe=describe)
+    def scrape():
+        return service.http.get("/survival/metrics").raise_for_status().text
+
+    yield SimpleNamespace(client=client, wait_for=wait_for, describe=describe, scrape=scrape)
+    bookkeeper = bookkeeper_pid()
     serve.delete("survival")
     all_free(before)
+    assert not _alive(bookkeeper)
+
+
+def bookkeeper_pid():
+    from ray.serve.context import _get_global_client
+
+    details = _get_global_client().get_serve_details()["applications"]["survival"]["deployments"]["bookkeeper"]
+    return next((replica["pid"] for replica in details["replicas"] if replica["state"] == "RUNNING"), None)
 
 
 def free_cpus():
@@ -144,6 +157,7 @@ def disturb(unit, victim, phase):
 @pytest.mark.parametrize("phase", ["prefill", "draft", "verify", "emit"])
 @pytest.mark.parametrize("victim", ["drafter", "target rank 1", "target rank 0", "unit"])
 def test_streams_survive(unit, expected, victim, phase):
+    counted = numbers(unit.scrape())
     generations, before = disturb(unit, victim, phase)
     assert [one.token_ids for one in generations] == expected
     resumed = [one.metrics["num_resumes"] for one in generations]
@@ -154,8 +168,17 @@ def test_streams_survive(unit, expected, victim, phase):
     if victim == "drafter":
         assert after["num_drafter_restarts"] > before["num_drafter_restarts"]
         assert here["target rank 0"] == gone["target rank 0"]
+    disturbed = numbers(unit.scrape())
+    told = growth(counted, disturbed)  # nothing has gone back
+    assert told["vllm:request_success_total/length"] == len(PROMPTS)
+    assert (told.get(f"dflash2:restarts_total/{victim.split()[0]}", 0) > 0) == (victim != "unit")
     again = asyncio.run(run_streams(unit.client, _nothing))
     assert [one.token_ids for one in again] == expected
+    told = growth(disturbed, numbers(unit.scrape()))
+    assert told["vllm:generation_tokens_total"] == NUM_TOKENS * len(PROMPTS)
+    assert told["dflash2:emitted_accepted_tokens_total"] == sum(
+        one.metrics["speculative_decoding"]["emitted_accepted_tokens"] for one in again
+    )
     assert sum(one.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for one in again) > 0
     for role, pid in gone.items():
         assert pid == here[role] or not _alive(pid), f"{role} of the lost unit is still there"
@@ -196,6 +219,32 @@ def test_a_hung_rank_is_replaced(unit, expected):
     after = unit.wait_for(whole)
     assert after["generation"] > before["generation"]
     assert not _alive(pids(before)["target rank 1"])
+
+
+def test_metrics_go_on_without_a_unit_that_hangs(unit):
+    pid = pids(unit.wait_for(whole))["unit"]
+    counted = numbers(unit.scrape())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert growth(counted, numbers(unit.scrape())) == {}
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_metrics_outlive_the_bookkeeper(unit, expected):
+    unit.wait_for(whole)
+    counted = numbers(unit.scrape())
+    killed = bookkeeper_pid()
+    os.kill(killed, signal.SIGKILL)
+    generations = asyncio.run(run_streams(unit.client, _nothing))
+    assert [one.token_ids for one in generations] == expected
+    deadline = time.monotonic() + 60
+    while bookkeeper_pid() in (killed, None) or not growth(counted, numbers(unit.scrape())):
+        assert time.monotonic() < deadline
+    told = growth(counted, numbers(unit.scrape()))
+    assert told["vllm:generation_tokens_total"] == NUM_TOKENS * len(PROMPTS)
+    assert told["vllm:request_success_total/length"] == len(PROMPTS)
+    assert families(unit.scrape())["dflash2:spec_active"].samples[0].value == 1
 
 
 def test_a_unit_that_cannot_start_leaves_nothing(service, tmp_path):

@@ -20,8 +20,8 @@ class Unit:
     """The door of a unit, with mailboxes by request."""
 
     def __init__(self):
-        self.boxes, self.items, self.gone = {}, [], asyncio.Queue()
-        self.server = LineServer(self.take, self.gone.put_nowait)
+        self.boxes, self.items, self.stopped, self.gone = {}, [], [], asyncio.Queue()
+        self.server = LineServer(self.take, self.gone.put_nowait, lambda name, num_tokens: self.stopped.append((name, num_tokens)))
 
     def open(self, name):
         box = self.boxes[name] = Mailbox(name, ends, lambda: self.items.append(name))
