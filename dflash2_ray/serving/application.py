@@ -23,6 +23,8 @@ from dflash2_ray.serving.routes import Guards, api_builder
 
 logger = logging.getLogger("ray.serve")
 _KUBERAY = "KUBERAY_GEN_RAY_START_CMD"  # the operator sets it in every Ray pod
+INGRESS_CPUS = 0.1
+BOOKKEEPER_CPUS = 0.01  # not 0: a head without CPUs would be the place for it
 _HEALTH_PERIOD_S = 2.0
 _MOST_CALLS = 10_000  # of units and fronts that wait at the bookkeeper
 _METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
@@ -56,7 +58,7 @@ def build_application(config: ServiceConfig) -> Application:
         Bookkeeper,
         name=BOOKKEEPER_DEPLOYMENT,
         max_ongoing_requests=_MOST_CALLS,
-        ray_actor_options={"num_cpus": 0.01},  # not 0: a head without CPUs would be the place for it
+        ray_actor_options={"num_cpus": BOOKKEEPER_CPUS},
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
@@ -69,7 +71,7 @@ def build_application(config: ServiceConfig) -> Application:
         name="ingress",
         num_replicas=config.num_ingress_replicas,
         max_ongoing_requests=config.max_num_replicas * in_flight + 128,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         **_logs(config),

@@ -15,8 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.errors import ConfigError
-
-INGRESS_CPUS = 0.1
+from dflash2_ray.serving.application import BOOKKEEPER_CPUS, INGRESS_CPUS
 
 
 def serving_problems(documents: list[dict], deployed_text: str) -> Iterator[str]:
@@ -106,11 +105,11 @@ def _nodes(service: dict, count: str) -> list[NodeFacts]:
 
 
 def _cpus(placement: UnitPlacement, config: ServiceConfig, num_seats: int) -> float:
-    """CPUs of a pod with that many workers; on CPUs, of a pod with all units. Plus one replica and one ingress."""
+    """CPUs of a pod with that many workers; on CPUs, of a pod with all units. Plus one replica of the unit, one ingress and the bookkeeper."""
     workers = num_seats * placement.worker["CPU"]
     if "GPU" not in placement.worker:
         workers = config.num_replicas * sum(bundle["CPU"] for bundle in placement.bundles[1:])
-    return workers + placement.bundles[0]["CPU"] + INGRESS_CPUS
+    return workers + placement.bundles[0]["CPU"] + INGRESS_CPUS + BOOKKEEPER_CPUS
 
 
 def _proxy_problems(config: ServiceConfig, application: object, num_nodes: int, rank_nodes: set[str]) -> Iterator[str]:
