@@ -6,10 +6,11 @@ text. It must not know HTTP.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -21,6 +22,7 @@ from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.wire import merge_items
 from dflash2_ray.engine.delta_line import Lines
 from dflash2_ray.engine.resume import ResumableRequest
+from dflash2_ray.engine.tracing import RequestTrace, TraceOrigin, traced
 from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 from dflash2_ray.text.text_side import Messages, TextSide, each_choice
 
@@ -123,21 +125,39 @@ class Client:
         messages: Messages | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        trace_origin: TraceOrigin | None = None,
         **sampling: Any,
     ) -> AsyncIterator[GenerationChunk]:
         """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request."""
-        await self.text()
-        # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
-        request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id)
+        request_id = request_id or f"client-{uuid.uuid4().hex}"
+        with traced(request_id, trace_origin) as trace:
+            await self.text()
+            # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
+            request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id, trace is not None)
+            if trace is not None:
+                trace.asked(sampling)
+            async with contextlib.aclosing(self._chunks(request, trace)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _chunks(self, request: ResumableRequest, trace: RequestTrace | None) -> AsyncGenerator[GenerationChunk, None]:
+        """The request's chunks, over as many attempts as it takes."""
         while not request.finished:
             spec = request.attempt() | ({"by_line": True} if self._lines else {})
+            if trace is not None:
+                trace.attempt()
             response: Any = self._handle.options(stream=True).generate.remote(spec)
             items = _Items(response, self._lines, spec["request_id"])
             try:
                 while not request.finished:
                     async with asyncio.timeout(request.patience_s):
                         item = await items.next()
-                    yield request.absorb(item)
+                    if trace is not None:
+                        trace.heard(item)
+                    chunk = request.absorb(item)
+                    if trace is not None and chunk.generation is not None:
+                        trace.answered(chunk.generation)
+                    yield chunk
             except (UnitLost, Stopping, Overloaded, TimeoutError, *_RAY_ERRORS) as error:
                 await asyncio.sleep(request.lost(_translated(error)))
             finally:
@@ -151,12 +171,12 @@ class Client:
         messages: Messages | None,
         token_ids: Sequence[int] | None,
         sampling: Mapping[str, Any],
-        request_id: str | None,
+        request_id: str,
+        is_traced: bool,
     ) -> ResumableRequest:
         assert self._text is not None, "text files are fetched first"
         prepared = self._text.prepare(prompt, token_ids, messages, sampling)
-        request_id = request_id or f"client-{uuid.uuid4().hex}"
-        spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params)
+        spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params, traced=is_traced)
         return ResumableRequest(spec, self._text.assembler(request_id, prepared), self.resume_timeout_s)
 
 
