@@ -114,7 +114,7 @@ class ServiceConfig(BaseModel):
     )
     api_keys_file: str | None = Field(
         None, description="Path of a file with one API key per line; keys in the environment variable DFLASH2_API_KEYS (separated by "
-        "commas) are added. Default: no key is asked for."
+        "commas) are added. A changed file is followed within seconds. Default: no key is asked for."
     )
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins whose pages may call the service from a browser, as a,b; `*` for all. Default: none."

@@ -16,8 +16,8 @@ from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, pla
 from dflash2_ray.engine.unit import Unit
 from dflash2_ray.engine.unit_scaling import POLICY
 from dflash2_ray.errors import ConfigError
-from dflash2_ray.serving.api_keys import read_key_digests
 from dflash2_ray.serving.ingress import Ingress
+from dflash2_ray.serving.key_digests import KeyDigests
 from dflash2_ray.serving.routes import Guards, api_builder
 
 logger = logging.getLogger("ray.serve")
@@ -50,7 +50,7 @@ def build_application(config: ServiceConfig) -> Application:
         **_logs(config),
         health_check_period_s=_HEALTH_PERIOD_S,
     )
-    guards = Guards(read_key_digests(config.api_keys_file), config.cors_origins, config.max_body_bytes)
+    guards = Guards(KeyDigests.read(config.api_keys_file), config.cors_origins, config.max_body_bytes)
     ingress: Any = serve.deployment(
         serve.ingress(api_builder(guards))(Ingress),
         name="ingress",
@@ -61,7 +61,7 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.1,
         **_logs(config),
     )
-    application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.key_digests))
+    application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.keys.all()))
     return application
 
 

@@ -1,7 +1,7 @@
 """Which path leads where, and the OpenAI shape of errors that no route raised. Built inside each ingress replica."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -16,6 +16,7 @@ from dflash2_ray.serving.body_limit import BodyLimit
 from dflash2_ray.serving.failures import CatchAll
 from dflash2_ray.serving.head_requests import HeadAsGet
 from dflash2_ray.serving.ingress import Ingress
+from dflash2_ray.serving.key_digests import CurrentKeys, KeyDigests
 from dflash2_ray.serving.openai_api import plain_error
 from dflash2_ray.serving.openapi import body_of, responses
 from dflash2_ray.serving.options import request_schema
@@ -32,9 +33,9 @@ _INGRESS = Depends(_this_replica)
 
 @dataclass(frozen=True)
 class Guards:
-    """What stands before the routes. key_digests: none means that no key is asked for; cors_origins: none means closed."""
+    """What stands before the routes. keys: none means that no key is asked for; cors_origins: none means closed."""
 
-    key_digests: tuple[bytes, ...] = ()
+    keys: KeyDigests = field(default_factory=KeyDigests)
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 1024 * 1024
 
@@ -53,8 +54,8 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
     api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None, responses=responses())
     api.add_middleware(CatchAll)
     api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
-    if guards.key_digests:
-        api.add_middleware(ApiKeys, digests=guards.key_digests)
+    if guards.keys.all():
+        api.add_middleware(ApiKeys, keys=CurrentKeys(guards.keys))
     if guards.cors_origins:
         api.add_middleware(CORSMiddleware, allow_origins=list(guards.cors_origins), allow_methods=["*"], allow_headers=["*"])
     api.add_middleware(ProcessingTime)

@@ -1,6 +1,7 @@
 """Keys, limits, deadline, strict fields and the token routes over a real service; nothing secret in its logs."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ def guarded(service, tmp_path_factory):
     path.write_text(f"{KEY}\nsk-another\n")
     serve.run(app(ServiceConfig(**SETTINGS, api_keys_file=str(path))), name="guarded", route_prefix="/guarded")
     with httpx.Client(base_url=service.url + "/guarded", timeout=120) as http:
-        yield SimpleNamespace(http=http, auth={"Authorization": f"Bearer {KEY}"})
+        yield SimpleNamespace(http=http, auth={"Authorization": f"Bearer {KEY}"}, keys=path)
     serve.delete("guarded")
 
 
@@ -102,3 +103,12 @@ def test_no_key_and_no_text_in_the_logs(guarded, idle):
             content = path.read_bytes()
             assert KEY.encode() not in content, path
             assert TEXT.encode() not in content, path
+
+
+def test_a_changed_key_file_needs_no_restart(guarded):
+    guarded.keys.write_text("sk-rotated\n")
+    rotated = {"Authorization": "Bearer sk-rotated"}
+    deadline = time.monotonic() + 60
+    while guarded.http.get("/v1/models", headers=rotated).status_code == 401:
+        assert time.monotonic() < deadline
+    assert guarded.http.get("/v1/models", headers=guarded.auth).status_code == 401

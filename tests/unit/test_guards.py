@@ -9,8 +9,9 @@ from fastapi import FastAPI, Request
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.errors import ConfigError
-from dflash2_ray.serving.api_keys import ApiKeys, read_key_digests
+from dflash2_ray.serving.api_keys import ApiKeys
 from dflash2_ray.serving.body_limit import BodyLimit
+from dflash2_ray.serving.key_digests import CHECK_PERIOD_S, CurrentKeys, KeyDigests
 from dflash2_ray.serving.processing_time import ProcessingTime
 from dflash2_ray.serving.routes import Guards, build_api
 
@@ -43,6 +44,10 @@ def digests(*keys):
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
+def keyed(*keys):
+    return ApiKeys(echo(), CurrentKeys(KeyDigests(digests(*keys))))
+
+
 @pytest.mark.parametrize("catches", [False, True])
 def test_large_bodies_are_refused_announced_or_not(catches):
     app = BodyLimit(echo(catches), max_bytes=10)
@@ -60,7 +65,7 @@ def test_large_bodies_are_refused_announced_or_not(catches):
 
 
 def test_keys_are_asked_for():
-    app = ApiKeys(echo(), digests("one", "two"))
+    app = keyed("one", "two")
     for key in ("one", "two"):
         assert call(app, headers={"Authorization": f"Bearer {key}"}).status_code == 200
     for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Basic one"}, {"Authorization": "Bearer "}):
@@ -75,14 +80,65 @@ def test_keys_are_asked_for():
 def test_keys_come_from_file_and_environment(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# ours\nalpha\n\nbe#ta\nalpha\n")
-    assert read_key_digests(str(path), {}) == digests("alpha", "be#ta")
-    assert read_key_digests(str(path), {"DFLASH2_API_KEYS": "gamma, ,alpha"}) == digests("gamma", "alpha", "be#ta")
-    assert read_key_digests(None, {}) == ()
+    assert KeyDigests.read(str(path), {}).all() == digests("alpha", "be#ta")
+    assert KeyDigests.read(str(path), {"DFLASH2_API_KEYS": "gamma, ,alpha"}).all() == digests("gamma", "alpha", "be#ta")
+    assert KeyDigests.read(None, {}).all() == ()
     path.write_text("# none\n")
     with pytest.raises(ConfigError, match="expected one key per line"):
-        read_key_digests(str(path), {"DFLASH2_API_KEYS": "gamma"})
+        KeyDigests.read(str(path), {"DFLASH2_API_KEYS": "gamma"})
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_key_digests(str(tmp_path / "absent"), {})
+        KeyDigests.read(str(tmp_path / "absent"), {})
+
+
+def opened(app, *keys):
+    """Which of the keys open it."""
+    return [key for key in keys if call(app, headers={"Authorization": f"Bearer {key}"}).status_code == 200]
+
+
+def test_a_changed_key_file_is_followed(tmp_path, caplog):
+    """Rotated as Kubernetes does, by a link; a file that is no good, or gone, changes nothing and is told once."""
+    path = tmp_path / "keys"
+    now = 0.0
+
+    def rotate(text):
+        nonlocal now
+        target = tmp_path / f"keys-{now}"
+        target.write_text(text)
+        (tmp_path / "next").symlink_to(target)
+        (tmp_path / "next").replace(path)
+        now += CHECK_PERIOD_S
+
+    rotate("old\n")
+    deployed = KeyDigests.read(str(path), {"DFLASH2_API_KEYS": "scraper"})
+    rotate("old\nnew\n")  # before this replica started
+    app = ApiKeys(echo(), CurrentKeys(deployed, lambda: now))
+    asked = ("old", "new", "scraper")
+    assert opened(app, *asked) == ["old", "new", "scraper"]
+    rotate("new\n")
+    now -= CHECK_PERIOD_S / 2
+    assert opened(app, *asked) == ["old", "new", "scraper"]  # not looked at yet
+    now += CHECK_PERIOD_S / 2
+    assert opened(app, *asked) == ["new", "scraper"]
+    rotate("# none\n")
+    path_gone = path.readlink()
+    for broken in ("expected one key per line", "cannot be read: FileNotFoundError"):
+        caplog.clear()
+        for _ in range(3):
+            assert opened(app, *asked) == ["new", "scraper"]
+            now += CHECK_PERIOD_S
+        (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert broken in told.message
+        path_gone.unlink(missing_ok=True)
+    rotate("newest\n")
+    assert opened(app, *asked, "newest") == ["scraper", "newest"]
+    assert "newest" not in caplog.text
+
+
+def test_a_node_without_the_key_file_asks_for_the_deployed_keys(tmp_path, caplog):
+    path = tmp_path / "keys"
+    app = ApiKeys(echo(), CurrentKeys(KeyDigests((), digests("one"), str(path))))
+    assert opened(app, "one", "two") == ["one"]
+    assert caplog.text == ""
 
 
 def test_cors_is_closed_unless_configured():
@@ -90,7 +146,7 @@ def test_cors_is_closed_unless_configured():
     closed = call(build_api(), "OPTIONS", "/v1/completions", headers=asks)
     assert closed.status_code == 405
     assert not any(name.startswith("access-control") for name in closed.headers)
-    api = build_api(Guards(digests("k"), ("http://page",), 100))
+    api = build_api(Guards(KeyDigests(digests("k")), ("http://page",), 100))
     opened = call(api, "OPTIONS", "/v1/completions", headers=asks)
     assert (opened.status_code, opened.headers["access-control-allow-origin"]) == (200, "http://page")
     refused = call(api, path="/v1/completions", headers={"Origin": "http://page"})
@@ -138,10 +194,10 @@ def test_head_is_get_without_a_body():
 
 def test_keys_know_their_open_paths_behind_a_prefix():
     outer = FastAPI()
-    outer.mount("/app", ApiKeys(echo(), digests("one")))
+    outer.mount("/app", keyed("one"))
     assert call(outer, "GET", "/app/health").status_code == 200
     assert call(outer, "POST", "/app/echo").status_code == 401
-    assert call(ApiKeys(echo(), digests("one")), "POST", "/app/health").status_code == 401
+    assert call(keyed("one"), "POST", "/app/health").status_code == 401
 
 
 def test_every_route_documents_its_errors():
