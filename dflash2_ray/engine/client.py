@@ -21,6 +21,7 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.wire import merge_items
 from dflash2_ray.engine.delta_line import Lines
+from dflash2_ray.engine.overview import overview
 from dflash2_ray.engine.resume import ResumableRequest
 from dflash2_ray.engine.tracing import RequestTrace, TraceOrigin, traced
 from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
@@ -100,6 +101,10 @@ class Client:
             return dict(await self._handle.describe.remote())
         except _RAY_ERRORS as error:
             raise _translated(error) from None
+
+    async def overview(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The state of all units (`engine.overview`), in about that time whatever hangs."""
+        return await overview(self._handle, timeout_s)
 
     async def agenerate(
         self,

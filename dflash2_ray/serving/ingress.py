@@ -244,6 +244,10 @@ class Ingress:
         length = SpecCounters(**facts["spec_counters"]).acceptance_length
         return {"version": __version__, **facts, "internal_states": [{"avg_spec_accept_length": length}]}
 
+    async def status(self) -> dict[str, Any]:
+        """The state of all units, whether or not one serves."""
+        return {"version": __version__, **await self._client.overview()}
+
     async def metrics(self) -> Response:
         """Prometheus text of the unit that answers."""
         return Response(exposition(await self._client.describe()), media_type=CONTENT_TYPE)
