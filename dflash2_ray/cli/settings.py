@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dflash2_ray.llm import LLM
 
 SETTINGS_HELP = "Settings as KEY=VALUE, e.g. target=smollm2 dtype=float32"
+API_KEY_VARIABLES = ("DFLASH2_API_KEY", "OPENAI_API_KEY")
 PROMPTS = Path(__file__).parent.parent / "assets" / "prompts.json"
 console = Console()
 messages = Console(stderr=True)  # progress and notes: standard output stays clean for results

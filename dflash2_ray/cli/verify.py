@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash2_ray.cli.settings import (
+    API_KEY_VARIABLES,
     SETTINGS_HELP,
     build_engine,
     console,
@@ -21,7 +22,6 @@ from dflash2_ray.errors import ConfigError
 if TYPE_CHECKING:
     from dflash2_ray.verification.backend import Backend
 
-_KEY_VARIABLES = ("DFLASH2_API_KEY", "OPENAI_API_KEY")
 _CHECKS = ("identity", "law", "options")
 
 
@@ -92,5 +92,5 @@ def _service(url: str, api_key: str, model: str, settings: list[str]) -> "Backen
         raise ConfigError(f"--url: expected http://HOST:PORT, got {url!r}")
     from dflash2_ray.verification.service import Service
 
-    key = api_key or next((os.environ[name] for name in _KEY_VARIABLES if os.environ.get(name)), None)
+    key = api_key or next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), None)
     return Service(url, key, model or None)

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash2_ray.core.phase_times import PhaseTimes
 from dflash2_ray.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One generation. `output_token_ids` is non-empty when a request goes on after its unit was lost: the tokens that
-    its client has already been given; the stream continues behind them."""
+    its client has already been given; the stream continues behind them. traced: its deltas bring `phases`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     output_token_ids: tuple[int, ...] = ()
+    traced: bool = False
 
 
 @dataclass(slots=True)
@@ -113,7 +115,8 @@ class RequestDelta:
     error). stop_reason: the stop token id that ended it, None for end-of-text and limits. steps: one entry per decode step; the
     step that ended the prefill has none. logprobs: one entry per token where asked for. prompt_logprobs: one per prompt token
     (None for the first), with the first delta, where asked for. num_speculative_tokens: draft slots that the engine is
-    configured for. skipped_reason: why this request does not speculate (any more). stats: with the last delta.
+    configured for. skipped_reason: why this request does not speculate (any more). stats: with the last delta. phases: of a traced request, where
+    its time went so far.
     """
 
     request_id: str
@@ -127,3 +130,4 @@ class RequestDelta:
     skipped_reason: str | None = None
     error: dict[str, Any] | None = None
     stats: dict[str, Any] | None = None
+    phases: PhaseTimes | None = None

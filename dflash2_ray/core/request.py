@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash2_ray.core.messages import RequestSpec, SpeculationStats, TokenLogprobs
+from dflash2_ray.core.phase_times import PhaseTimes
 from dflash2_ray.core.sampling_params import SamplingParams
 
 
@@ -25,7 +26,7 @@ class Request:
 
     After a step that sampled, `num_computed == len(token_ids) - 1`: the newest token is the anchor, whose KV comes with
     the next step. `epoch` rises with every preemption, so that anything older can be told apart. `prompt_logprobs`: those of the
-    prompt's tokens so far (None for the first one), until they are told; None where not asked for.
+    prompt's tokens so far (None for the first one), until they are told; None where not asked for. `phases`: kept where the request is traced.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     draftable: bool = field(default=True)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    phases: PhaseTimes | None = None
 
     @classmethod
     def create(
@@ -57,6 +59,7 @@ class Request:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         num_speculative_tokens: int,
+        phases: PhaseTimes | None = None,
     ) -> "Request":
         """Build the engine's view of an admitted spec. `seed`: 64-bit noise key. `matching`: the text must not depend on
         what is drafted. `max_model_len` bounds the total."""
@@ -84,6 +87,7 @@ class Request:
             num_resumed_tokens=len(spec.output_token_ids),
             draftable=width > 0,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            phases=phases,
         )
 
     @property

@@ -240,6 +240,7 @@ class Scheduler:
             skipped_reason=request.stats.skipped_reason,
             error=error,
             stats=request.stats.as_dict() if finish_reason else None,
+            phases=request.phases,
         )
 
     def fail(self, planned: Sequence[Planned], error: str) -> list[RequestDelta]:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
+from dflash2_ray.core.phase_times import PhaseTimes
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.errors import (
     ContextLengthExceeded,
@@ -28,12 +29,13 @@ _KINDS: dict[str, type[DFlash2Error]] = {
 
 def pack_spec(spec: RequestSpec) -> dict[str, Any]:
     """Plain values of a request."""
-    return {
+    values = {
         "request_id": spec.request_id,
         "prompt_token_ids": list(spec.prompt_token_ids),
         "output_token_ids": list(spec.output_token_ids),
         "params": asdict(spec.params),
     }
+    return {**values, "traced": True} if spec.traced else values
 
 
 def unpack_spec(values: dict[str, Any]) -> RequestSpec:
@@ -43,6 +45,7 @@ def unpack_spec(values: dict[str, Any]) -> RequestSpec:
         tuple(values["prompt_token_ids"]),
         SamplingParams.from_keywords(**values["params"]),
         tuple(values["output_token_ids"]),
+        values.get("traced", False),
     )
 
 
@@ -58,6 +61,8 @@ def pack_delta(delta: RequestDelta) -> dict[str, Any]:
         value = getattr(delta, name)
         if value is not None:
             values[name] = value
+    if delta.phases is not None:
+        values["phases"] = delta.phases.pack()
     return values
 
 
@@ -67,6 +72,8 @@ def unpack_delta(values: dict[str, Any]) -> RequestDelta:
     for name in ("logprobs", "prompt_logprobs"):
         if name in values:
             values[name] = tuple(None if one is None else (one[0], tuple((i, p) for i, p in one[1])) for one in values[name])
+    if "phases" in values:
+        values["phases"] = PhaseTimes.unpack(values["phases"])
     return RequestDelta(**values)
 
 

@@ -6,10 +6,11 @@ text. It must not know HTTP.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -20,7 +21,9 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.wire import merge_items
 from dflash2_ray.engine.delta_line import Lines
+from dflash2_ray.engine.overview import overview
 from dflash2_ray.engine.resume import ResumableRequest
+from dflash2_ray.engine.tracing import RequestTrace, TraceOrigin, traced
 from dflash2_ray.errors import DFlash2Error, Overloaded, Stopping, UnitLost
 from dflash2_ray.text.text_side import Messages, TextSide, each_choice
 
@@ -99,6 +102,10 @@ class Client:
         except _RAY_ERRORS as error:
             raise _translated(error) from None
 
+    async def overview(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The state of all units (`engine.overview`), in about that time whatever hangs."""
+        return await overview(self._handle, timeout_s)
+
     async def agenerate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -125,22 +132,39 @@ class Client:
         prompt_token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
         num_choices: int = 1,
+        trace_origin: TraceOrigin | None = None,
         **sampling: Any,
     ) -> AsyncIterator[GenerationChunk]:
         """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request. num_choices: for the
         metrics, the option n with the first of its choices, 0 with the others."""
-        await self.text()
-        # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
-        request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id)
+        request_id = request_id or f"client-{uuid.uuid4().hex}"
+        with traced(request_id, trace_origin) as trace:
+            await self.text()
+            # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
+            request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id, trace is not None)
+            if trace is not None:
+                trace.asked(sampling)
+            async with contextlib.aclosing(self._chunks(request, num_choices, trace)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _chunks(self, request: ResumableRequest, num_choices: int, trace: RequestTrace | None) -> AsyncGenerator[GenerationChunk, None]:
+        """The request's chunks, over as many attempts as it takes."""
         while not request.finished:
             spec = request.attempt() | {"num_choices": num_choices} | ({"by_line": True} if self._lines else {})
+            if trace is not None:
+                trace.attempt()
             response: Any = self._handle.options(stream=True).generate.remote(spec)
             items = _Items(response, self._lines, spec["request_id"])
             try:
                 while not request.finished:
                     async with asyncio.timeout(request.patience_s):
                         item = await items.next()
+                    if trace is not None:
+                        trace.heard(item)
                     chunk = request.absorb(item)
+                    if trace is not None and chunk.generation is not None:
+                        trace.answered(chunk.generation)
                     yield chunk
             except (UnitLost, Stopping, Overloaded, TimeoutError, *_RAY_ERRORS) as error:
                 await asyncio.sleep(request.lost(_translated(error)))
@@ -155,12 +179,12 @@ class Client:
         messages: Messages | None,
         token_ids: Sequence[int] | None,
         sampling: Mapping[str, Any],
-        request_id: str | None,
+        request_id: str,
+        is_traced: bool,
     ) -> ResumableRequest:
         assert self._text is not None, "text files are fetched first"
         prepared = self._text.prepare(prompt, token_ids, messages, sampling)
-        request_id = request_id or f"client-{uuid.uuid4().hex}"
-        spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params)
+        spec = RequestSpec(request_id, tuple(prepared.token_ids), prepared.params, traced=is_traced)
         return ResumableRequest(spec, self._text.assembler(request_id, prepared), self.resume_timeout_s)
 
 

@@ -26,6 +26,7 @@ from dflash2_ray.core.scaling import UnitLoad
 from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
 from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mailbox
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
+from dflash2_ray.engine.overview import unit_row
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
 from dflash2_ray.engine.ray_mirror import RayMirror
@@ -40,6 +41,7 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 _HOLD_S = 5.0  # how long a request waits here for the next generation before its client is told to look elsewhere
 _MOST_FRUITLESS = 3  # generations in a row that brought no token: then the whole unit is replaced
 _WATCH_PERIOD_S = 0.5
+_OVERVIEW_S = 2.0  # for rank 0's part of an overview
 
 
 class Unit:
@@ -257,14 +259,34 @@ class Unit:
         self._num_calls += 1
         if not self._serving.is_set():
             raise UnitLost(self._failed or "the unit's ranks are being replaced")
-        group, keeper = self._group, self._keeper
-        drafter = (group.pulse.get("drafter") or {}).get("connected", True) if keeper else None
         return {
-            **await group.describe(),
+            **await self._group.describe(),
             "num_requests_in_flight": self._places.num_requests,
             "num_queued_tokens": self._places.num_queued_tokens,
             "num_requests_cancelled": self._num_cancelled,
             "num_requests_by_line": self._num_by_line,
+            **self._life(),
+        }
+
+    async def overview(self) -> dict[str, Any]:
+        """What `engine.overview` shows of this unit, also while ranks are missing, and in time even if rank 0 does not answer."""
+        replica = serve.get_replica_context()
+        facts, why = None, self._failed
+        try:
+            facts = await asyncio.wait_for(self.describe(), _OVERVIEW_S)
+        except UnitLost as error:
+            why = str(error)
+        except TimeoutError:
+            why = f"target rank 0 has not answered for {_OVERVIEW_S:g} s"
+        life = self._life()
+        del life["startup_probe"]
+        return {"unit": replica.rank.rank, "replica": replica.replica_tag, **unit_row(facts, why), **life}
+
+    def _life(self) -> dict[str, Any]:
+        """What was lost and replaced, and who works for this unit now."""
+        group, keeper = self._group, self._keeper
+        drafter = (group.pulse.get("drafter") or {}).get("connected", True) if keeper else None
+        return {
             "generation": group.generation,
             "startup_probe": group.probe,
             "num_rebuilds": self._num_rebuilds,
@@ -277,7 +299,8 @@ class Unit:
 
     def _workers(self) -> list[dict[str, Any]]:
         """role, node, process id and GPUs of every process of this unit, and how often Ray called it."""
-        rows = [{"role": "unit", "pid": os.getpid(), "num_calls": self._num_calls}]
+        node = {"node_id": ray.get_runtime_context().get_node_id(), "host": ray.util.get_node_ip_address()}
+        rows = [{"role": "unit", **node, "pid": os.getpid(), "gpu_ids": [], "num_calls": self._num_calls}]
         rows += [rank.describe(f"target rank {index}") for index, rank in enumerate(self._group.ranks)]
         if self._keeper is not None and self._keeper.worker is not None:
             rows.append(self._keeper.worker.describe("drafter"))

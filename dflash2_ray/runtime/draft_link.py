@@ -110,6 +110,7 @@ class RemoteDraftPort:
         self.timings: deque[DraftTiming] = deque(maxlen=256)
         self.last_latency_s: float | None = None
         self.ledger = Ledger()
+        self.last_transfer_s = 0.0  # of it, what the drafter did not work
         self._deadline = deadline or DraftDeadline()
         self._hung_after, self._hung_after_s = hung_after, hung_after_s
         self._max_queued_bytes, self._replay_bytes = max_queued_bytes, replay_bytes
@@ -449,9 +450,10 @@ class RemoteDraftPort:
             for number in [number for number in link.asks if number < answer.number]:
                 del link.asks[number]  # replaced in full by later ones: never answered
             self.last_latency_s = self._clock() - ask[0]
+            self.last_transfer_s = max(0.0, self.last_latency_s - answer.draft_s)
             self._deadline.observe(self.last_latency_s)
             self.ledger.observe("draft_s", answer.draft_s)
-            self.ledger.observe("transfer_s", max(0.0, self.last_latency_s - answer.draft_s))
+            self.ledger.observe("transfer_s", self.last_transfer_s)
             self.timings.append(DraftTiming(ask[1], ask[2], self.last_latency_s))
         if answer.error is not None:
             self._own["num_failed_asks"] += 1

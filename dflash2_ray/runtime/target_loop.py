@@ -20,6 +20,7 @@ from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.ledger import Ledger, Numbers
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
+from dflash2_ray.core.phase_times import PhaseTimes
 from dflash2_ray.core.planner import Load
 from dflash2_ray.core.request import Request, named
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
@@ -87,6 +88,7 @@ class TargetLoop:
                 max_model_len=self.config.max_model_len,
                 eos_token_ids=self.eos_token_ids,
                 num_speculative_tokens=self.config.num_speculative_tokens if self.draft_port else 0,
+                phases=PhaseTimes(self._clock()) if spec.traced else None,
             )
         )
         self.step_ledger.queued(spec.request_id, self._clock())
@@ -224,8 +226,10 @@ class TargetLoop:
         deltas = self.scheduler.commit(planned, outcomes, self._why_plain)
         self._commit_context(planned, batch, result)
         ended = self._clock()
-        self._learn_step(planned, outcomes, ended - started - draft_s, draft_s)
+        seconds = ended - started - draft_s
+        self._learn_step(planned, outcomes, seconds, draft_s)
         self.step_ledger.step(planned, outcomes, deltas, started, ended, draft_s)
+        self._add_phases(planned, proposals, started, draft_s, seconds)
         return deltas
 
     def _verify(
@@ -318,6 +322,17 @@ class TargetLoop:
             self.control.verified(num_decoding, rows, seconds, tokens, draft_s)
         elif num_decoding == 0:
             self.control.prefilled(len(planned), rows, seconds)
+
+    def _add_phases(
+        self, planned: Sequence[Planned], proposals: dict[str, Proposal], started: float, draft_s: float, seconds: float
+    ) -> None:
+        """Tell traced requests what this step took; their deltas hold the same object."""
+        for part in planned:
+            phases = part.request.phases
+            if phases is not None:
+                transfer_s = min(draft_s, getattr(self.draft_port, "last_transfer_s", 0.0))
+                decodes, drafted = part.start >= part.request.num_prompt_tokens, part.request.request_id in proposals
+                phases.record(started, draft_s - transfer_s, transfer_s, seconds, decodes=decodes, drafted=drafted)
 
     def _learn_draft(self, wanted: dict[str, Wanted], seconds: float) -> None:
         """Tell the control what one draft pass took (several widths are several passes: they tell nothing)."""

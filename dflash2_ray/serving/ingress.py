@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -22,6 +22,7 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.engine.books_reader import BooksReader
 from dflash2_ray.engine.client import Client
+from dflash2_ray.engine.tracing import TraceOrigin
 from dflash2_ray.errors import DeadlinePassed, InvalidRequest, UnitLost
 from dflash2_ray.serving.access_log import log_answer
 from dflash2_ray.serving.banner import banner
@@ -47,6 +48,7 @@ from dflash2_ray.text.text_side import each_choice
 
 logger = logging.getLogger("ray.serve")
 READY_TIMEOUT_S = 5.0
+TRACE_HEADERS = ("traceparent", "tracestate")
 _Item = TypeVar("_Item")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -91,7 +93,7 @@ class Ingress:
                 header = request.headers.get(SPECULATIVE_HEADER)
                 asked = read_request(body, header, chat=chat, served_model=self._model, strict=self._strict, max_width=self._num_speculative_tokens)
                 assert asked.tool_use is None or chat, "tools are refused elsewhere"
-                streams = self._open(asked, request_id)
+                streams = self._open(asked, request_id, request.headers)
                 envelope = Envelope.new(request_id, self._model, chat)
                 logprobs = LogprobsFormat(self._text.tokenizer, chat=chat, as_ids=asked.tokens_as_ids)
                 echoes = self._echoes(asked)
@@ -111,16 +113,19 @@ class Ingress:
             status, failed, error_headers = failure(error, request_id, chat=chat)
             return JSONResponse(failed, status, headers=error_headers)
 
-    def _open(self, asked: ApiRequest, request_id: str) -> list[AsyncIterator[GenerationChunk]]:
+    def _open(self, asked: ApiRequest, request_id: str, headers: Mapping[str, str]) -> list[AsyncIterator[GenerationChunk]]:
         """One stream per choice, the choices of a prompt side by side; nothing is submitted before its first item is asked for."""
         unique = f"{request_id}-{uuid.uuid4().hex[:8]}"  # clients may repeat their own ids
         prompts: list[dict[str, Any]] = [{"messages": asked.messages}]
         if asked.messages is None:
             prompts = [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in asked.prompts]
         choices = [(prompt, sampling) for prompt in prompts for sampling in each_choice(asked.sampling)]
+        carrier = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        origin = TraceOrigin("chat" if asked.chat else "text_completion", self._model, carrier)
         return [
             self._client.astream(
-                **prompt, request_id=f"{unique}-{index}", num_choices=0 if index % asked.num_choices else asked.num_choices, **sampling
+                **prompt, request_id=f"{unique}-{index}", num_choices=0 if index % asked.num_choices else asked.num_choices,
+                trace_origin=origin, **sampling,
             )
             for index, (prompt, sampling) in enumerate(choices)
         ]
@@ -243,6 +248,10 @@ class Ingress:
         facts = await self._client.describe()
         length = SpecCounters(**facts["spec_counters"]).acceptance_length
         return {"version": __version__, **facts, "internal_states": [{"avg_spec_accept_length": length}]}
+
+    async def status(self) -> dict[str, Any]:
+        """The state of all units, whether or not one serves."""
+        return {"version": __version__, **await self._client.overview()}
 
     async def metrics(self) -> Response:
         """Prometheus text of all units."""

@@ -107,6 +107,11 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
         """The resolved configuration and how full the engine is."""
         return await _ingress(ingress).server_info()
 
+    @api.get("/status")
+    async def status(ingress: Any = _INGRESS) -> Any:
+        """All units with their processes, what is missing, and how full they are."""
+        return await _ingress(ingress).status()
+
     @api.get("/metrics", response_class=PlainTextResponse)
     async def metrics(ingress: Any = _INGRESS) -> Response:
         """Counters and gauges for Prometheus."""

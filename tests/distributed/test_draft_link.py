@@ -220,6 +220,7 @@ def test_slow(start_drafter, new_port, drafter):
     until(port, lambda: len(port.timings) == 1)
     assert port.timings[0][:2] == (1, WIDTH)
     assert port.last_latency_s == port.timings[0].seconds >= 0.05
+    assert 0 < port.last_transfer_s < port.last_latency_s
     assert deadline.limit_s >= 0.15
     process.release(2)
     assert proposed(port, "a", 5) == fresh(drafter, "a", 5)

@@ -95,6 +95,32 @@ def while_streaming(client, change):
     return asyncio.run(together())
 
 
+def test_an_overview_shows_every_unit_even_one_that_hangs(years):
+    """Both serve; then rank 0 of one and the process of the other are stopped, then only the other's."""
+    both = asyncio.run(years.overview())
+    assert (both["status"], both["why"], both["serve"]["units"]) == ("ready", None, {"RUNNING": 2})
+    first, second = both["units"]
+    assert (first["unit"], second["unit"]) == (0, 1)
+    assert {unit["state"] for unit in both["units"]} == {"serving"}
+    pids = [{worker["role"]: worker["pid"] for worker in unit["workers"]} for unit in both["units"]]
+    assert len({pid for unit in pids for pid in unit.values()}) == 4
+    rank, process = pids[0]["target rank 0"], pids[1]["unit"]
+    try:
+        os.kill(process, signal.SIGSTOP)
+        os.kill(rank, signal.SIGSTOP)
+        none = asyncio.run(years.overview(timeout_s=4.0))
+        os.kill(rank, signal.SIGCONT)
+        one = asyncio.run(years.overview(timeout_s=1.0))
+    finally:
+        os.kill(rank, signal.SIGCONT)
+        os.kill(process, signal.SIGCONT)
+    assert none["status"] == "not ready"
+    assert [unit["why"] for unit in none["units"]] == ["target rank 0 has not answered for 2 s", "no answer within 4 s"]
+    assert one["status"] == "degraded"
+    assert [unit["state"] for unit in one["units"]] == ["serving", "not serving"]
+    assert one["degraded"] == ["a unit: no answer within 1 s"]
+
+
 def test_scaling_down_lets_streams_finish(years, service, expected):
     counted = scrape(service)
     generations = while_streaming(years, deploy)

@@ -37,9 +37,38 @@ def run(capsys, monkeypatch):
 def test_help_names_every_command(run):
     done = run("--help")
     assert done.returncode == 0
-    for command in ("check", "generate", "chat", "bench", "verify"):
+    for command in ("check", "generate", "chat", "bench", "verify", "status"):
         assert command in done.stdout
     assert "max_num_seqs" in run("check", "--keys").stdout
+
+
+def test_the_page_of_a_degraded_service_shows_every_unit():
+    """What no test can bring about in a second: a drafter that is gone, ranks that were replaced, a unit that says nothing."""
+    from dflash2_ray.cli.status import page
+
+    worker = {"role": "target rank 0", "host": "10.0.0.7", "pid": 31, "gpu_ids": ["0", "1"], "node_id": "abcdefghijkl", "num_calls": 9}
+    first = {
+        "unit": 0, "replica": "x1", "state": "serving", "why": None, "generation": 3, "num_rebuilds": 3, "num_drafter_restarts": 2,
+        "degraded": ["drafter"], "workers": [worker, {"role": "drafter", "num_calls": 0}], "num_requests_running": 4,
+        "num_requests_waiting": 1, "num_pages": 800, "kv_usage": 0.25, "acceptance_length": 5.914, "tokens_per_s": 1234.5,
+    }
+    silent = {"state": "not serving", "why": "no answer within 5 s"}
+    report = {
+        "status": "degraded", "why": "a unit: no answer within 5 s; unit 0: no drafter", "model": "m", "units": [first, silent],
+        "serve": {"application": "RUNNING", "units": {"RUNNING": 2, "STARTING": 1}},
+    }
+    assert list(page("http://there", report)) == [
+        "m at http://there: degraded (a unit: no answer within 5 s; unit 0: no drafter)",
+        "Serve says: application running; units: 2 running, 1 starting",
+        "",
+        "unit 0 (x1): serving · generation 3 of its ranks · ranks replaced 3 times · drafter restarted 2 times · no drafter",
+        "  4 requests running, 1 waiting · KV 25% of 800 pages · acceptance length 5.91 · 1,234 tokens/s",
+        "  role           host      GPU  pid  node",
+        "  target rank 0  10.0.0.7  0,1  31   abcdefgh",
+        "  drafter        ?         -    ?    ?",
+        "",
+        "a unit: not serving: no answer within 5 s",
+    ]
 
 
 def test_check_resolves_without_loading():
