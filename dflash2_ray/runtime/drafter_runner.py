@@ -148,10 +148,11 @@ class DrafterRunner:
     def _extend(self, ready: Sequence[tuple[_Drafted, int, torch.Tensor]]) -> None:
         if not ready:
             return
-        rows = ready[0][2] if len(ready) == 1 else torch.cat([piece for _, _, piece in ready])
-        positions = torch.cat([torch.arange(first, first + piece.shape[0]) for _, first, piece in ready])
+        device = self.drafter.device  # rows come from wherever the target is: over a socket they lie in host memory
+        rows = (ready[0][2] if len(ready) == 1 else torch.cat([piece for _, _, piece in ready])).to(device)
+        positions = torch.cat([torch.arange(first, first + piece.shape[0]) for _, first, piece in ready]).to(device)
         num_positions = max(first + piece.shape[0] for _, first, piece in ready)
-        kv = self.drafter.context_kv(rows, positions.to(rows.device), num_positions)
+        kv = self.drafter.context_kv(rows, positions, num_positions)
         offset = 0
         for request, _, piece in ready:
             request.context.append(kv[offset : offset + piece.shape[0]])

@@ -29,6 +29,7 @@ from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.core.step_ledger import StepLedger
 from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
+from dflash2_ray.runtime.operators import report_operators
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
 
 failure_log = FailureLog(logging.getLogger(__name__))
@@ -350,6 +351,7 @@ class TargetLoop:
             "max_model_len": self.config.max_model_len,
             "eos_token_ids": sorted(self.eos_token_ids),
             "config": self.config.as_dict(),
+            "operators": report_operators(self.config.device, self.config.dtype, drafts=self.draft_port is not None),
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": len(self.scheduler.waiting),
             "num_free_pages": self.pool.num_free,

@@ -147,8 +147,8 @@ def _sparse_q(rows: VerifyRows, r: int, device: torch.device) -> tuple[torch.Ten
     ids, q = rows.candidate_ids[r], rows.candidate_probs[r]
     if ids is None or q is None:
         ids = torch.tensor(rows.drafts[r], dtype=torch.int64, device=device)[:, None]
-        q = torch.ones(ids.shape, dtype=torch.float32, device=device)
-    return ids, q
+        return ids, torch.ones(ids.shape, dtype=torch.float32, device=device)
+    return ids.to(device), q.to(device)  # a drafter in another process sends host memory
 
 
 def _at_draft(

@@ -14,7 +14,16 @@ def banner(facts: dict[str, Any], url: str, num_keys: int = 0) -> str:
         f"  dtype {config['dtype']} on {config['device']} · target ranks {config['tensor_parallel_size']} · drafter {drafter}",
         f"  num_speculative_tokens {tokens} · context {config['max_model_len']} tokens · KV capacity {capacity} tokens "
         f"({config['num_kv_pages']} pages, {config['kv_bytes'] / 2**20:.0f} MiB) · up to {config['max_num_seqs']} requests at once",
+        f"  operators: {_by_implementation(facts['operators'])}",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
         "-d '{\"messages\": [{\"role\": \"user\", \"content\": \"Write a short story about a shy bird.\"}]}'",
     ]
     return "\n".join(lines)
+
+
+def _by_implementation(operators: dict[str, str]) -> str:
+    """`implementation: operator, operator · implementation: …`."""
+    names: dict[str, list[str]] = {}
+    for name, implementation in operators.items():
+        names.setdefault(implementation, []).append(name)
+    return " · ".join(f"{implementation}: {', '.join(own)}" for implementation, own in names.items())

@@ -44,6 +44,15 @@ class Compiled:
     shared_bytes: int
     occupancy: float
 
+    @property
+    def faults(self) -> list[str]:
+        """Why the case must not be shipped; nothing where it may."""
+        name, limit = f"{self.case.name}, sm_{self.chip.compute_capability}", self.chip.shared_bytes_per_program
+        found = [f"{name}: {self.spilled_bytes} bytes per thread are spilled"] if self.spilled_bytes else []
+        if self.shared_bytes > limit:
+            found.append(f"{name}: expected at most {limit} bytes of shared memory, got {self.shared_bytes}")
+        return found
+
 
 def compile_for(case: CompileCase, chip: Chip) -> Compiled:
     """Compile one case for one chip. Raises RuntimeError where there is no compiler, and what Triton raises if it refuses."""

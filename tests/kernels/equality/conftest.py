@@ -1,14 +1,14 @@
 """The device on which this process's kernels run, and operands in layouts that kernels must bear."""
 
-import os
-
 import pytest
 import torch
+
+from dflash2_kernels.triton_import import INTERPRETED
 
 
 @pytest.fixture(scope="session")
 def device():
-    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    return "cpu" if INTERPRETED else "cuda"
 
 
 def _every_second(one):

@@ -5,8 +5,9 @@ import torch
 
 from dflash2_kernels import kv_store as module
 from dflash2_kernels.kv_store import kv_store, kv_store_reference
+from dflash2_kernels.triton_import import INTERPRETED
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def operands(num_rows, kv_heads, head_dim, dtype, num_slots=40):

@@ -1,0 +1,37 @@
+"""Which implementation computes what in this engine: decided once by device, dtype and what is installed, and reported in `describe()`.
+
+Names are those of `dflash2_kernels.catalogue`, and `linear` (`models.linear`). It must not know requests.
+"""
+
+import functools
+
+import torch
+
+from dflash2_kernels import catalogue
+from dflash2_ray.models.linear import PackedLinear
+
+TORCH = "torch"  # the service computes it itself, the operator's kernel is not called
+_OF_TARGET = ("add_rms_norm", "kv_store", "paged_attention")
+_OF_DRAFTER = ("grouped_conv", "vocab_topk", "selector_walk")
+_TILES = "torch, whole tiles"  # `models.attention`, where no kernel runs
+_OWN_OF_TARGET = {"sparse_rejection": TORCH}  # `sampling.rejection`
+_OWN_OF_DRAFTER = {"context_ingest": TORCH}  # `models.dflash2`
+
+
+@functools.cache
+def _linear(device: str, dtype: str) -> str:
+    """The back end of a weight that has no special values."""
+    if device != "cpu":
+        return "plain"
+    return PackedLinear(torch.eye(16, dtype=getattr(torch, dtype))).backend
+
+
+def report_operators(device: str, dtype: str, *, drafts: bool) -> dict[str, str]:
+    """operator → implementation. drafts: whether there is a drafter. A separate drafter runs on the same kind of device."""
+    chosen = catalogue.report(device)
+    found = {"linear": _linear(device, dtype), **{name: chosen[name] for name in _OF_TARGET}, **_OWN_OF_TARGET}
+    if chosen["paged_attention"] == "torch reference":
+        found["paged_attention"] = _TILES
+    if drafts:
+        found |= {**{name: chosen[name] for name in _OF_DRAFTER}, **_OWN_OF_DRAFTER}
+    return found
