@@ -128,24 +128,23 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether exactly the anchor is left to compute, behind at least one output token."""
-        return self.num_output_tokens > 0 and self.num_computed == len(self.token_ids) - 1
+        num_tokens = len(self.token_ids)
+        return num_tokens > self.num_prompt_tokens and self.num_computed == num_tokens - 1
 
     def take(self, committed: list[int]) -> tuple[list[int], str | None, int | None]:
-        """Append tokens one by one until a stop or the limit, whichever comes first in token order.
+        """Append tokens until a stop or the limit, whichever comes first in token order; the limit leaves room for one at least.
 
         Returns (tokens kept, finish_reason, stop_reason). What lies behind the end is dropped.
         """
-        kept: list[int] = []
-        for token_id in committed:
-            kept.append(token_id)
-            self.token_ids.append(token_id)
-            if token_id in self.stop_token_ids:
-                return kept, "stop", token_id
-            if token_id in self.eos_token_ids:
-                return kept, "stop", None
-            if self.num_remaining_tokens <= 0:
-                return kept, "length", None
-        return kept, None, None
+        room = self.num_remaining_tokens
+        kept = committed[:room]
+        for index, token_id in enumerate(kept):
+            if token_id in self.stop_token_ids or token_id in self.eos_token_ids:
+                kept = kept[: index + 1]
+                self.token_ids += kept
+                return kept, "stop", token_id if token_id in self.stop_token_ids else None
+        self.token_ids += kept
+        return kept, "length" if len(kept) == room else None, None
 
 
 def named(requests: Sequence[Request], most: int = 16) -> str:

@@ -121,7 +121,9 @@ class Scheduler:
         planned: list[Planned] = []
         budget = min(self.max_num_batched_tokens, num_tokens or self.max_num_batched_tokens)
         preempted_before = self.num_preemptions
-        for request in sorted(self.running, key=lambda request: not request.decodes):  # a long prefill starves no decode
+        decoding = [request for request in self.running if request.decodes]
+        prefilling = [request for request in self.running if not request.decodes] if len(decoding) < len(self.running) else []
+        for request in decoding + prefilling:  # a long prefill starves no decode
             if request.state is not RequestState.RUNNING:  # preempted for an older one in this very loop
                 continue
             if takes is not None and not takes(request):

@@ -150,13 +150,12 @@ class DrafterRunner:
             return
         device = self.drafter.device  # rows come from wherever the target is: over a socket they lie in host memory
         rows = (ready[0][2] if len(ready) == 1 else torch.cat([piece for _, _, piece in ready])).to(device)
-        positions = torch.cat([torch.arange(first, first + piece.shape[0]) for _, first, piece in ready]).to(device)
-        num_positions = max(first + piece.shape[0] for _, first, piece in ready)
-        kv = self.drafter.context_kv(rows, positions, num_positions)
-        offset = 0
-        for request, _, piece in ready:
-            request.context.append(kv[offset : offset + piece.shape[0]])
-            offset += piece.shape[0]
+        counts = [piece.shape[0] for _, _, piece in ready]
+        spans = [range(first, first + count) for (_, first, _), count in zip(ready, counts, strict=True)]
+        positions = torch.tensor([position for span in spans for position in span]).to(device)
+        kv = self.drafter.context_kv(rows, positions, max(span.stop for span in spans))
+        for (request, _, _), own in zip(ready, kv.split(counts), strict=True):
+            request.context.append(own)
 
     # ---- drafting -----------------------------------------------------------------------------------------------
 

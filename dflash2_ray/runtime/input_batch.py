@@ -53,9 +53,8 @@ def build_input_batch(
             token_ids.extend(proposal.token_ids)
         num_rows = len(token_ids) - row_start
         pages = pool.table(request.request_id)
-        for position in range(part.start, part.start + num_rows):
-            positions.append(position)
-            slots.append(pages[position // page_size] * page_size + position % page_size)
+        positions.extend(range(part.start, part.start + num_rows))
+        slots.extend(_slots(pages, page_size, part.start, part.start + num_rows))
         spans.append(Span(row_start, num_rows, part.start + num_rows, pages))
         if part.samples:
             logit_rows.extend(range(row_start + part.num_tokens - 1, row_start + num_rows))
@@ -73,3 +72,15 @@ def build_input_batch(
         num_logit_rows=len(logit_rows),
         num_sampling_rows=num_sampling_rows,
     )
+
+
+def _slots(pages: Sequence[int], page_size: int, start: int, stop: int) -> list[int]:
+    """Cache rows of positions start … stop - 1, page by page."""
+    slots: list[int] = []
+    while start < stop:
+        index, offset = divmod(start, page_size)
+        count = min(page_size - offset, stop - start)
+        first = pages[index] * page_size + offset
+        slots.extend(range(first, first + count))
+        start += count
+    return slots

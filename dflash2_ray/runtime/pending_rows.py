@@ -13,6 +13,10 @@ def take_committed(
 ) -> tuple[list[torch.Tensor], int]:
     """The rows [n, H] of positions `base_len … reached - 1` out of `pending` (first position, rows), in whatever order and
     overlap they came, and `reached`: less than `new_base_len` where a row is missing. The first that came wins."""
+    if len(pending) == 1:
+        ((first, rows),) = pending
+        if first == base_len and first + rows.shape[0] == new_base_len:
+            return [rows], new_base_len
     pieces, reached = [], base_len
     for first, rows in sorted(pending, key=lambda one: one[0]):
         start, stop = max(first, reached), min(first + rows.shape[0], new_base_len)
