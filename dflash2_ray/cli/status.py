@@ -68,10 +68,10 @@ def _through_http(url: str, api_key: str) -> dict[str, Any]:
 
 def _through_ray(address: str, app_name: str) -> dict[str, Any]:
     """Raises ConfigError for what is no address, DFlash2Error where there is no such cluster, or no service on it."""
-    host, sign, port = address.removeprefix("ray://").rpartition(":")
+    host, sign, port = address.rpartition(":")
     if address != "auto":
         if not (sign and host and port.isdecimal() and int(port) < 65536):
-            raise ConfigError(f"--address: expected auto, HOST:PORT or ray://HOST:PORT, got {address!r}")
+            raise ConfigError(f"--address: expected auto or HOST:PORT, got {address!r}")
         try:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()  # Ray itself would try for minutes
         except OSError as error:
