@@ -143,6 +143,10 @@ class ServiceConfig(BaseModel):
     acceptance_floor: float = Field(
         1.1, ge=1, description="Tokens per verify step, bonus included, that the start-up probe expects of a drafter that fits its target."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: one JSON object per log line, in the replicas' files and in the workers' standard error. text: lines, "
+        "or what Serve's own logging_config says."
+    )
     seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
 
     @model_validator(mode="before")

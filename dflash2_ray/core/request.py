@@ -4,6 +4,7 @@ The request carries counters, not derived copies. It must not know pages, tensor
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash2_ray.core.messages import RequestSpec, SpeculationStats, TokenLogprobs
@@ -141,3 +142,9 @@ class Request:
             if self.num_remaining_tokens <= 0:
                 return kept, "length", None
         return kept, None, None
+
+
+def named(requests: Sequence[Request], most: int = 16) -> str:
+    """Their ids for a log line, at most so many."""
+    ids = [request.request_id for request in requests[:most]]
+    return ", ".join(ids) + (f" and {len(requests) - most} more" if len(requests) > most else "")

@@ -6,6 +6,7 @@ from typing import Any
 import ray
 
 from dflash2_ray.config import ServiceConfig
+from dflash2_ray.core.log_lines import write_logs
 from dflash2_ray.engine.worker_actor import WorkerActor
 
 
@@ -22,6 +23,7 @@ class Drafter(WorkerActor):
         from dflash2_ray.runtime.drafter_server import DrafterServer
         from dflash2_ray.runtime.warm_up import warm_up_drafter
 
+        write_logs(config.log_format, "drafter")
         blueprint = draw_blueprint(config, self._note)
         runner = build_drafter_runner(blueprint)
         warm_up_drafter(runner, blueprint.config.num_speculative_tokens)

@@ -11,11 +11,13 @@ from typing import Any
 import ray
 
 from dflash2_ray.config import ServiceConfig
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.engine.drafter import Drafter
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.worker import Worker
 
 logger = logging.getLogger("ray.serve")
+failure_log = FailureLog(logger)
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 _STABLE_S = 60.0  # a drafter that lived so long starts the pauses anew
@@ -58,7 +60,7 @@ class DrafterKeeper:
             except ray.exceptions.RayError as error:
                 reason = f"died: {type(error).__name__}"
             lost_at = clock.time()
-            logger.error("the drafter %s; requests decode plainly until it is back", reason)
+            failure_log.error("the drafter %s; requests decode plainly until it is back", reason, kind=reason)
             self.address = None
             worker.kill()
             pause = _FIRST_PAUSE_S if lost_at - since > _STABLE_S else min(2 * pause, _LONGEST_PAUSE_S)
@@ -76,7 +78,8 @@ class DrafterKeeper:
                 self._on_address(address)
                 return worker, pause
             except Exception as error:  # whatever it was, the next attempt may do
-                logger.error("the drafter could not be restarted: %s: %s", type(error).__name__, error)
+                cause = f"{type(error).__name__}: {error}"
+                failure_log.error("the drafter could not be restarted: %s", cause, kind=cause)
                 self.address = None
                 if self.worker is not None:
                     self.worker.kill()
@@ -85,7 +88,7 @@ class DrafterKeeper:
     def replace(self, reason: str) -> None:
         """Kill a drafter that hangs; it is replaced like one that died."""
         if self.address is not None and self.worker is not None:
-            logger.error("the drafter is replaced: %s", reason)
+            failure_log.error("the drafter is replaced: %s", reason, kind=reason)
             self.address = None
             self.worker.kill()
 

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from dflash2_ray.config import ServiceConfig
+from dflash2_ray.core.log_lines import write_logs
 from dflash2_ray.engine.worker_actor import WorkerActor
 
 PROBE_TEXT = "Write a Python function that returns the first ten prime numbers, and explain in a few words how it works."
@@ -47,6 +48,7 @@ class TargetRank(WorkerActor):
         from dflash2_ray.models.tensor_parallel import Shard
         from dflash2_ray.runtime.build import agreed, build_from_blueprint, draw_blueprint, load_target
 
+        write_logs(config.log_format, f"target rank {rank}")
         blueprint = self._blueprint = draw_blueprint(config, self._note)
         if rendezvous is None:
             self._loop = build_from_blueprint(blueprint, config, self._note)

@@ -18,6 +18,8 @@ import ray
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.admission import check_spec
+from dflash2_ray.core.drafter_watch import DrafterWatch
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.places import Place, Places
 from dflash2_ray.core.scaling import UnitLoad
 from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
@@ -29,11 +31,11 @@ from dflash2_ray.engine.unit_scaling import reported
 from dflash2_ray.errors import DFlash2Error, Stopping, UnitLost
 
 logger = logging.getLogger("ray.serve")
+failure_log = FailureLog(logger)
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 _HOLD_S = 5.0  # how long a request waits here for the next generation before its client is told to look elsewhere
 _MOST_FRUITLESS = 3  # generations in a row that brought no token: then the whole unit is replaced
 _WATCH_PERIOD_S = 0.5
-_APART_S = 8.0  # longer than an attempt to connect takes
 
 
 class Unit:
@@ -152,7 +154,7 @@ class Unit:
             reason = await self._group.lost
             since = time.monotonic()
             self._serving.clear()
-            logger.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams))
+            failure_log.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams), kind=reason)
             for mailbox in self._streams.values():
                 mailbox.put({"refused": pack_error(UnitLost(reason))})
             self._streams = {}
@@ -161,6 +163,7 @@ class Unit:
                 return
             self._last_rebuild_s = time.monotonic() - since
             self._serving.set()
+            self._tune()  # these ranks were built before the newest change, perhaps
             logger.info("target ranks are back after %.1f s (generation %d)", self._last_rebuild_s, self._group.generation)
 
     async def _rebuild(self, reason: str) -> bool:
@@ -177,8 +180,9 @@ class Unit:
                 await self._group.start(self._present_drafter())
                 return True
             except Exception as error:
-                reason = f"generation {self._group.generation} did not start: {type(error).__name__}: {error}"
-                logger.error("%s", reason)
+                cause = f"{type(error).__name__}: {error}"
+                reason = f"generation {self._group.generation} did not start: {cause}"
+                failure_log.error("%s", reason, kind=cause)
                 self._group.kill()
 
     def _present_drafter(self) -> Any:
@@ -192,43 +196,35 @@ class Unit:
     def _send_address(self, address: dict[str, Any]) -> None:
         self._tell({"drafter": address})
 
+    def _tune(self) -> None:
+        self._tell({"tune": {"draft_deadline_ms": self.config.draft_deadline_ms}})
+
     def _tell(self, message: dict[str, Any]) -> None:
-        """Say something to the step loop. Ranks that are lost just now get it when the next generation starts."""
+        """Say something to the step loop. What ranks that are lost just now have to know is told when the next generation serves."""
         with contextlib.suppress(UnitLost):
             if self._serving.is_set():
                 self._group.send(message)
 
     async def _watch_drafter(self) -> None:
         """Hand a hung drafter to its keeper, and its address again to ranks that have lost it or never had it."""
-        clock = asyncio.get_running_loop()
-        apart_since: float | None = None
-        told: tuple[int, str] | None = None
-        replaced: tuple[int, int] | None = None  # the connection whose drafter was replaced; its pulse may be an old one
+        watch, clock = DrafterWatch(), asyncio.get_running_loop()
         while self._keeper is not None:
             await asyncio.sleep(_WATCH_PERIOD_S)
-            state = self._group.pulse.get("drafter") or {}
-            if not state or not self._serving.is_set() or self._keeper.address is None:
-                apart_since = None
-                continue
-            here = (self._group.generation, str(self._keeper.address))
-            connection = (self._group.generation, int(state["connection"]))
-            if state["suspect"] == "hung" and connection != replaced:
-                replaced, apart_since = connection, None
+            address = self._keeper.address
+            state = self._group.pulse.get("drafter") if self._serving.is_set() else None
+            verdict = watch.look(clock.time(), self._group.generation, None if address is None else str(address), state)
+            if verdict == "tell" and address is not None:
+                self._send_address(address)
+            elif verdict == "hung":
                 self._keeper.replace("it has answered nothing for too long")
-            elif state["connected"]:
-                apart_since = None
-            elif told != here:
-                told, apart_since = here, clock.time()
-                self._send_address(self._keeper.address)
-            elif apart_since is not None and clock.time() - apart_since > _APART_S:
-                apart_since = None
+            elif verdict == "apart":
                 self._keeper.replace("the ranks cannot connect to it")
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's change in place: the deployed settings with `user_config` over them. Raises ConfigError; then nothing changes."""
         config = self.config = self._deployed.tuned(user_config or {})
         self._places.limit(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
-        self._tell({"tune": {"draft_deadline_ms": config.draft_deadline_ms}})
+        self._tune()
         logger.info("settings changed in place: %s", user_config or "back to those of the deployment")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

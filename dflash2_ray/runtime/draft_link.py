@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, RowSpan, Wanted
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.runtime.channel import Channel, ChannelClosed
 from dflash2_ray.runtime.context_log import ContextLog
 from dflash2_ray.runtime.draft_deadline import DraftDeadline
@@ -36,7 +37,7 @@ from dflash2_ray.runtime.frame_writer import FrameWriter
 from dflash2_ray.runtime.process_group import host_store
 from dflash2_ray.runtime.tensor_lane import TARGET_RANK, GroupLane, TensorLane, check_transport
 
-logger = logging.getLogger(__name__)
+failure_log = FailureLog(logging.getLogger(__name__))
 MIB = 1024 * 1024
 _FAREWELL_S = 5.0  # for the writer's thread to end
 _OWN_COUNTERS = ("num_late", "num_lost", "num_reconnects", "num_overflows", "num_failed_asks", "missing")
@@ -239,7 +240,7 @@ class RemoteDraftPort:
     def _lose(self, link: _Link, reason: str) -> None:
         if self._link is not link:
             return
-        logger.warning("the drafter of generation %d is lost: %s", link.generation, reason)
+        failure_log.warning("the drafter of generation %d is lost: %s", link.generation, reason)
         self._drop_link()
         self._lost = True
         self._own["num_lost"] += 1
@@ -327,7 +328,7 @@ class RemoteDraftPort:
             self._silent_since = self._clock() if oldest is None else oldest[0]
         self._num_silent += 1
         if self._num_silent == self._hung_after:
-            logger.warning("the drafter missed %d deadlines in a row; not waiting for it until it answers", self._num_silent)
+            failure_log.warning("the drafter missed %d deadlines in a row; not waiting for it until it answers", self._num_silent)
 
     # ---- sending --------------------------------------------------------------------------------------------------
 
@@ -446,7 +447,7 @@ class RemoteDraftPort:
             self.timings.append(DraftTiming(ask[1], ask[2], self.last_latency_s))
         if answer.error is not None:
             self._own["num_failed_asks"] += 1
-            logger.warning("the drafter could not draft: %s", answer.error)
+            failure_log.warning("the drafter could not draft: %s", answer.error)
         for proposal in answer.proposals:
             asked = self._asked.get(proposal.request_id)
             if asked is None or asked.number != answer.number or asked.settled or not _fits(asked.wanted, proposal):

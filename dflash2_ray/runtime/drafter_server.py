@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash2_ray.core.draft_port import Proposal, Rows, Wanted
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.runtime.channel import Channel, ChannelClosed, Listener
 from dflash2_ray.runtime.draft_wire import (
     Answer,
@@ -32,6 +33,7 @@ from dflash2_ray.runtime.process_group import join_store
 from dflash2_ray.runtime.tensor_lane import DRAFTER_RANK, GroupLane, TensorLane, check_transport
 
 logger = logging.getLogger(__name__)
+failure_log = FailureLog(logger)
 HANDSHAKE_S = 30.0
 _MOST_ROWS = 4096  # context rows that are taken in with one pass
 
@@ -98,7 +100,7 @@ class DrafterServer:
         except ChannelClosed:
             return "stopped" if self.stopped else "the target went away"
         except Exception as error:  # whatever a target does, the next one is served
-            logger.warning("the target is turned away: %s", error)
+            failure_log.warning("the target is turned away: %s", error)
             self._refuse(channel, str(error))
             return f"the target was turned away: {error}"
         finally:
@@ -197,7 +199,7 @@ class DrafterServer:
         try:
             self.runner.apply(messages)
         except Exception as error:
-            logger.exception("taking in %d messages failed", len(messages))
+            failure_log.exception("taking in %d messages failed", len(messages))
             raise RuntimeError(f"taking in {len(messages)} messages failed: {type(error).__name__}: {error}") from error
 
     def _draft(self, generation: int, number: int, wanted: Sequence[Wanted]) -> Answer:
@@ -207,7 +209,7 @@ class DrafterServer:
         try:
             proposals = self.runner.propose(wanted)
         except Exception as failure:  # whatever it was, it costs these drafts only
-            logger.exception("drafting failed for %d requests", len(wanted))
+            failure_log.exception("drafting failed for %d requests", len(wanted))
             error = f"{type(failure).__name__}: {failure}"
             self.runner.counters["failed_drafts"] += 1
         settled = tuple(want.request_id for want in wanted)
@@ -256,7 +258,7 @@ def _read(channel: Channel, generation: int, lane: TensorLane | None, inbox: "qu
     except ChannelClosed:
         inbox.put(_Arrived("gone", reason="the target went away"))
     except (ValueError, RuntimeError) as error:
-        logger.warning("the target's connection ends: %s", error)
+        failure_log.warning("the target's connection ends: %s", error)
         inbox.put(_Arrived("gone", reason=f"the target's connection broke: {error}"))
 
 

@@ -9,13 +9,14 @@ import threading
 import time
 from typing import Any
 
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.wire import pack_delta, pack_error, unpack_spec
 from dflash2_ray.errors import DFlash2Error, UnitLost
 from dflash2_ray.runtime.channel import Channel, ChannelClosed, Listener
 from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.target_loop import TargetLoop
 
-logger = logging.getLogger(__name__)
+failure_log = FailureLog(logging.getLogger(__name__))
 _CONNECT_S = 5.0  # a drafter that does not answer for so long is not there
 
 
@@ -27,7 +28,7 @@ def connect_drafter(loop: TargetLoop, address: dict[str, Any]) -> None:
         try:
             port.connect(address, _CONNECT_S)
         except (OSError, ChannelClosed, ValueError) as error:
-            logger.warning("no connection to the drafter: %s: %s", type(error).__name__, error)
+            failure_log.warning("no connection to the drafter: %s: %s", type(error).__name__, error)
 
 
 class LoopServer:

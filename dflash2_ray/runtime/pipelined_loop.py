@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dflash2_ray.core.draft_port import Proposal, Wanted
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.messages import RequestDelta
 from dflash2_ray.core.pipeline import balance, draft_time, holds
 from dflash2_ray.core.planner import Schedule
@@ -29,7 +30,7 @@ from dflash2_ray.core.scheduler import Planned
 from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.runtime.target_loop import TargetLoop
 
-logger = logging.getLogger(__name__)
+failure_log = FailureLog(logging.getLogger(__name__))
 _LEAST_GAP_ROWS = 8  # a prefill chunk below this is not worth a pass of its own
 
 
@@ -166,7 +167,7 @@ class PipelinedLoop(TargetLoop):
             try:
                 self.draft_port.ask(list(wanted.values()))
             except Exception:  # a drafter that fails costs speed, never an answer
-                logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
+                failure_log.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
                 self._stop_drafting_all(fresh)
                 return
         self._num_asks += 1
@@ -190,7 +191,7 @@ class PipelinedLoop(TargetLoop):
         try:
             proposed = self.draft_port.collect(list(wanted.values()), self._deadline_s)
         except Exception:
-            logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
+            failure_log.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
             self._stop_drafting_all([part.request for part in planned])
             return {}
         self._learn_collect(asked, len(proposed), started, self._clock())

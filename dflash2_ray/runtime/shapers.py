@@ -6,11 +6,12 @@ from typing import Protocol
 
 import torch
 
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.request import Request
 from dflash2_ray.errors import DFlash2Error, InvalidRequest, StepFailed
 from dflash2_ray.sampling.shaping import Grammar, LogitShaper
 
-logger = logging.getLogger(__name__)
+failure_log = FailureLog(logging.getLogger(__name__))
 
 
 class Grammars(Protocol):
@@ -60,7 +61,7 @@ class Shapers:
         except DFlash2Error as error:
             return dict.fromkeys(range(len(rows)), error)
         except Exception as error:  # a library's own: it must not end the step of the others
-            logger.exception("request %s: its options could not be applied", request.request_id)
+            failure_log.exception("request %s: its options could not be applied", request.request_id, request_id=request.request_id)
             return dict.fromkeys(range(len(rows)), StepFailed(f"{type(error).__name__}"))
         excluded = InvalidRequest("the options exclude every token at this position", param=request.params.excluding_option)
         return dict.fromkeys((rows.amax(-1) == float("-inf")).nonzero()[:, 0].tolist(), excluded)

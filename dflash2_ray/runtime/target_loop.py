@@ -16,10 +16,11 @@ from typing import Any
 from dflash2_ray.config import EngineConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted, propose
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.planner import Load
-from dflash2_ray.core.request import Request
+from dflash2_ray.core.request import Request, named
 from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
 from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.core.step_control import StepControl
@@ -27,7 +28,7 @@ from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
 
-logger = logging.getLogger(__name__)
+failure_log = FailureLog(logging.getLogger(__name__))
 
 
 class TargetLoop:
@@ -137,7 +138,7 @@ class TargetLoop:
         try:
             proposed = propose(self.draft_port, list(wanted.values()), self._deadline_s)
         except Exception:  # a drafter that fails costs speed, never an answer
-            logger.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
+            failure_log.exception("the drafter failed; %d requests go on as plain decoding", len(wanted))
             self._stop_drafting_all([part.request for part in planned])
             return {}
         self._learn_draft(wanted, self._clock() - started)
@@ -211,7 +212,7 @@ class TargetLoop:
         except UnitLost:  # a rank is gone: nothing can go on here, and every request can elsewhere
             raise
         except Exception as error:  # whatever it was, it ends these requests and no others
-            logger.exception("step %d failed; its %d requests end with an error", self.num_steps, len(planned))
+            failure_log.exception("a step failed; its %d requests end with an error: %s", len(planned), named([part.request for part in planned]))
             return self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
         deltas = self.scheduler.commit(planned, outcomes, self._why_plain)
         self._commit_context(planned, batch, result)
@@ -271,7 +272,7 @@ class TargetLoop:
                 context = Rows(tuple(spans), self.runner.context_rows(result, rows))
                 self.draft_port.send([*opens, context, *commits])
             except Exception:  # as above: the tokens of this step stand
-                logger.exception("the drafter failed; %d requests go on as plain decoding", len(spans))
+                failure_log.exception("the drafter failed; %d requests go on as plain decoding", len(spans))
                 self._stop_drafting_all([part.request for part in planned])
 
     def _tell_departures(self) -> None:

@@ -47,6 +47,7 @@ def build_application(config: ServiceConfig) -> Application:
         **_label_selector(placement),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        **_logs(config),
         health_check_period_s=_HEALTH_PERIOD_S,
     )
     guards = Guards(KeyDigests.read(config.api_keys_file), config.cors_origins, config.max_body_bytes)
@@ -58,6 +59,7 @@ def build_application(config: ServiceConfig) -> Application:
         ray_actor_options={"num_cpus": 0.1},
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        **_logs(config),
     )
     application: Application = ingress.bind(config, unit.bind(config, placement), _http_url(), len(guards.keys.all()))
     return application
@@ -72,6 +74,11 @@ def _check_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> None:
         if _KUBERAY not in os.environ:
             raise
         logger.warning("waiting for GPUs to join: %s", error)
+
+
+def _logs(config: ServiceConfig) -> dict[str, Any]:
+    """Serve's option for JSON lines; none for text, so that what Serve was told stands."""
+    return {"logging_config": {"encoding": "JSON"}} if config.log_format == "json" else {}
 
 
 def _num_units(config: ServiceConfig) -> dict[str, Any]:

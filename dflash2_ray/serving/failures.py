@@ -7,19 +7,21 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.errors import DFlash2Error
 from dflash2_ray.serving.openai_api import error_body
 from dflash2_ray.serving.request_id import request_id_of
 
-logger = logging.getLogger("ray.serve")
+failure_log = FailureLog(logging.getLogger("ray.serve"))
 
 
 def failure(error: BaseException, request_id: str, *, chat: bool = False) -> tuple[int, dict[str, object], dict[str, str]]:
-    """(status, body, headers) of an error; what is not the client's fault is logged. Only our own errors are logged in words:
+    """(status, body, headers) of an error; what is not the client's fault is logged, one cause once (`core.failure_log`). Only our own errors are logged in words:
     any other may quote a prompt, so its kind and where it was raised have to do."""
     status, body, headers = error_body(error, request_id, chat=chat)
     if status >= 500:
-        logger.error("request %s: %s", request_id, described(error))
+        cause = described(error)
+        failure_log.error("request %s: %s", request_id, cause, kind=cause, request_id=request_id)
     return status, body, headers
 
 

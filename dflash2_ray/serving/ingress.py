@@ -22,6 +22,7 @@ from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.engine.client import Client
 from dflash2_ray.errors import DeadlinePassed, InvalidRequest
+from dflash2_ray.serving.access_log import log_answer
 from dflash2_ray.serving.banner import banner
 from dflash2_ray.serving.choice_writer import ChoiceWriter
 from dflash2_ray.serving.failures import failure
@@ -98,6 +99,7 @@ class Ingress:
                     events = self._events(asked, envelope, streams, firsts, logprobs, echoes, deadline)
                     return StreamingResponse(events, media_type="text/event-stream", headers={**_STREAM_HEADERS, **headers})
                 generations = await _all([_rest(stream, first) for stream, first in zip(streams, firsts, strict=True)])
+            log_answer(request_id, generations, chat=chat, streamed=False)
             return JSONResponse(response_body(envelope, generations, asked, logprobs, echoes), headers=headers)
         except asyncio.CancelledError:
             await _close(streams)
@@ -184,13 +186,14 @@ class Ingress:
                         body["usage"] = chunk.usage.as_dict()
                     yield _event(body)
             done = [generations[index] for index in range(len(streams))]
+            log_answer(envelope.request_id, done, chat=envelope.chat, streamed=True)
             if asked.include_usage:
                 last = {**head, "choices": [], "usage": usage_of(done, asked.num_choices)}
                 if len(done) == 1:
                     last["metrics"] = done[0].metrics
                 yield _event(last)
         except Exception as error:
-            yield _event(failure(error, envelope.id, chat=envelope.chat)[1])
+            yield _event(failure(error, envelope.request_id, chat=envelope.chat)[1])
         finally:
             await _close(streams)
         yield "data: [DONE]\n\n"

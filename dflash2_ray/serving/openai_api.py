@@ -230,14 +230,18 @@ class Echo:
 class Envelope:
     """What every body of one response repeats."""
 
-    id: str
+    request_id: str
     model: str
     chat: bool
     created: int
 
     @classmethod
     def new(cls, request_id: str, model: str, chat: bool) -> "Envelope":
-        return cls(f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", model, chat, int(time.time()))
+        return cls(request_id, model, chat, int(time.time()))
+
+    @property
+    def id(self) -> str:
+        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
 
     def head(self, *, streaming: bool) -> dict[str, Any]:
         """id, object, created, model."""

@@ -13,7 +13,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # replicas at priority 15 sta
 import httpx
 import pytest
 
-SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 2, "max_queued_requests": 3, "seed": 7}
+SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 2, "max_queued_requests": 3, "seed": 7, "log_format": "json"}
 MODEL = "dflash2-embedded"
 
 

@@ -1,6 +1,8 @@
 """One service through its years: deployed from a file, applied again, changed in place, redeployed and scaled while streams run."""
 
 import asyncio
+import os
+import signal
 import time
 
 import pytest
@@ -129,6 +131,17 @@ def test_tunables_change_in_place(years, service, expected):
     deploy(user_config={})
     assert unit_pid(years) == pid
     assert service.http.post("/years/v1/completions", json=body).status_code == 200
+
+
+def test_what_changes_while_ranks_are_replaced_holds(years):
+    deploy()
+    rank = next(row["pid"] for row in asyncio.run(years.describe())["workers"] if row["role"] == "target rank 0")
+    os.kill(rank, signal.SIGKILL)
+    deploy(user_config={"draft_deadline_ms": 777.0})
+    years.generate("x", max_tokens=4)  # waits for the new ranks
+    info = asyncio.run(years.describe())
+    assert info["generation"] == 1
+    assert info["config"]["draft_deadline_ms"] == 777.0
 
 
 def test_a_redeploy_lets_streams_finish(years, expected):
