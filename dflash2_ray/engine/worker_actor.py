@@ -8,7 +8,10 @@ from typing import Any
 
 import ray
 
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_worker_niceness": "0"}
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_worker_niceness": "0",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512", "LRU_CACHE_CAPACITY": "512",  # torch's and oneDNN's own, of compiled products: 1,024 fill 600 MiB
+}  # fmt: skip
 
 
 class WorkerActor:
