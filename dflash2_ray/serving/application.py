@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.bookkeeper import BOOKKEEPER_DEPLOYMENT, Bookkeeper
@@ -114,7 +114,7 @@ def _num_units(config: ServiceConfig) -> dict[str, Any]:
 
 def _router(config: ServiceConfig) -> dict[str, Any]:
     """Serve's option for where requests of a session go; none where its own balancing by load stands."""
-    return {"request_router_config": RequestRouterConfig(request_router_class=_SESSION_ROUTER)} if config.routing == "session" else {}
+    return {"request_router_config": {"request_router_class": _SESSION_ROUTER}} if config.routing == "session" else {}
 
 
 def _label_selector(placement: UnitPlacement) -> dict[str, Any]:

@@ -97,6 +97,30 @@ def while_streaming(client, change):
     return asyncio.run(together())
 
 
+def test_a_session_stays_with_its_unit(years, service):
+    """Over HTTP by any of its headers, and through `Client`; sessions together use both units."""
+    used = set()
+    for session in range(20):
+        before = answered_by_unit(service)
+        for header in SESSION_HEADERS:
+            answer = service.http.post("/years/v1/completions", json={"prompt": "x", "max_tokens": 1, "ignore_eos": True}, headers={header: f"session-{session}"})
+            assert answer.status_code == 200
+        years.generate("x", max_tokens=1, ignore_eos=True, session_id=f"session-{session}")
+        told = {unit: count - before.get(unit, 0) for unit, count in answered_by_unit(service).items()}
+        assert sorted(told.values()) == [0, len(SESSION_HEADERS) + 1], told
+        used.add(max(told, key=told.get))
+    assert len(used) == 2
+
+
+def answered_by_unit(service):
+    """How many requests each unit has answered in full."""
+    family = families(service.http.get("/years/metrics").text)["vllm:request_success"]
+    return {
+        sample.labels["engine"]: sample.value for sample in family.samples
+        if sample.name.endswith("_total") and sample.labels["finished_reason"] == "length"
+    }  # fmt: skip
+
+
 def test_an_overview_shows_every_unit_even_one_that_hangs(years):
     """Both serve; then rank 0 of one and the process of the other are stopped, then only the other's."""
     both = asyncio.run(years.overview())
@@ -121,31 +145,6 @@ def test_an_overview_shows_every_unit_even_one_that_hangs(years):
     assert one["status"] == "degraded"
     assert [unit["state"] for unit in one["units"]] == ["serving", "not serving"]
     assert one["degraded"] == ["a unit: no answer within 1 s"]
-
-
-def test_a_session_stays_with_its_unit(years, service):
-    """Over HTTP by any of its headers, and through `Client`; sessions together use both units."""
-    used = set()
-    for session in range(20):
-        before = answered_by_unit(service)
-        for header in SESSION_HEADERS:
-            answer = service.http.post("/years/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={header: f"session-{session}"})
-            assert answer.status_code == 200
-        years.generate("x", max_tokens=1, session_id=f"session-{session}")
-        told = {unit: count - before.get(unit, 0) for unit, count in answered_by_unit(service).items()}
-        (unit,) = [unit for unit, count in told.items() if count == len(SESSION_HEADERS) + 1]
-        assert sum(told.values()) == len(SESSION_HEADERS) + 1
-        used.add(unit)
-    assert len(used) == 2
-
-
-def answered_by_unit(service):
-    """How many requests each unit has answered in full."""
-    family = families(service.http.get("/years/metrics").text)["vllm:request_success"]
-    return {
-        sample.labels["engine"]: sample.value for sample in family.samples
-        if sample.name.endswith("_total") and sample.labels["finished_reason"] == "length"
-    }  # fmt: skip
 
 
 def test_scaling_down_lets_streams_finish(years, service, expected):
