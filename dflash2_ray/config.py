@@ -127,6 +127,10 @@ class ServiceConfig(BaseModel):
         False, description="Refuse HTTP requests with fields that nobody here knows, instead of reporting them in a header."
     )
     num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
+    routing: Literal["load", "session"] = Field(
+        "load", description="load: a request goes to the unit with fewer requests of two. session: requests of one session (header "
+        "x-session-id, x-session-affinity or x-correlation-id) go to one unit while it lives and has room, others to any."
+    )
     autoscaling: Autoscaling | None = Field(
         None, description="Units by load: `1-4`, or a mapping of min_replicas, max_replicas, target_queue_wait_s (1), max_kv_usage (0.9), "
         "upscale_delay_s (5) and downscale_delay_s (300). num_replicas is then the number at the start. Default: always num_replicas."

@@ -131,12 +131,14 @@ class Client:
         messages: Messages | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
+        session_id: str = "",
         num_choices: int = 1,
         trace_origin: TraceOrigin | None = None,
         **sampling: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request. num_choices: for the
-        metrics, the option n with the first of its choices, 0 with the others."""
+        """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request. session_id: with
+        `routing=session` requests of one session go to one unit. num_choices: for the metrics, the option n with the first of its choices,
+        0 with the others."""
         request_id = request_id or f"client-{uuid.uuid4().hex}"
         with traced(request_id, trace_origin) as trace:
             await self.text()
@@ -144,17 +146,19 @@ class Client:
             request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id, trace is not None)
             if trace is not None:
                 trace.asked(sampling)
-            async with contextlib.aclosing(self._chunks(request, num_choices, trace)) as chunks:
+            async with contextlib.aclosing(self._chunks(request, session_id, num_choices, trace)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
-    async def _chunks(self, request: ResumableRequest, num_choices: int, trace: RequestTrace | None) -> AsyncGenerator[GenerationChunk, None]:
+    async def _chunks(
+        self, request: ResumableRequest, session_id: str, num_choices: int, trace: RequestTrace | None
+    ) -> AsyncGenerator[GenerationChunk, None]:
         """The request's chunks, over as many attempts as it takes."""
         while not request.finished:
             spec = request.attempt() | {"num_choices": num_choices} | ({"by_line": True} if self._lines else {})
             if trace is not None:
                 trace.attempt()
-            response: Any = self._handle.options(stream=True).generate.remote(spec)
+            response: Any = self._handle.options(stream=True, session_id=session_id).generate.remote(spec)
             items = _Items(response, self._lines, spec["request_id"])
             try:
                 while not request.finished:

@@ -25,6 +25,7 @@ logger = logging.getLogger("ray.serve")
 _KUBERAY = "KUBERAY_GEN_RAY_START_CMD"  # the operator sets it in every Ray pod
 INGRESS_CPUS = 0.1
 BOOKKEEPER_CPUS = 0.01  # not 0: a head without CPUs would be the place for it
+_SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _HEALTH_PERIOD_S = 2.0
 _MOST_CALLS = 10_000  # of units and fronts that wait at the bookkeeper
 _METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
@@ -44,6 +45,7 @@ def build_application(config: ServiceConfig) -> Application:
         Unit,
         name=UNIT_DEPLOYMENT,
         **_num_units(config),
+        **_router(config),
         max_ongoing_requests=in_flight + 64,  # our own limit answers first, and describe() always gets through
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
@@ -108,6 +110,11 @@ def _num_units(config: ServiceConfig) -> dict[str, Any]:
         metrics_interval_s=_METRICS_PERIOD_S, look_back_period_s=_METRICS_PERIOD_S * 2, policy=policy,
     )
     return {"autoscaling_config": scaling}
+
+
+def _router(config: ServiceConfig) -> dict[str, Any]:
+    """Serve's option for where requests of a session go; none where its own balancing by load stands."""
+    return {"request_router_config": {"request_router_class": _SESSION_ROUTER}} if config.routing == "session" else {}
 
 
 def _label_selector(placement: UnitPlacement) -> dict[str, Any]:

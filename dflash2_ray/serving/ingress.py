@@ -49,6 +49,7 @@ from dflash2_ray.text.text_side import each_choice
 logger = logging.getLogger("ray.serve")
 READY_TIMEOUT_S = 5.0
 TRACE_HEADERS = ("traceparent", "tracestate")
+SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-correlation-id")
 _Item = TypeVar("_Item")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -121,11 +122,12 @@ class Ingress:
             prompts = [{"prompt" if isinstance(one, str) else "prompt_token_ids": one} for one in asked.prompts]
         choices = [(prompt, sampling) for prompt in prompts for sampling in each_choice(asked.sampling)]
         carrier = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        session_id = next((headers[name] for name in SESSION_HEADERS if name in headers), "")
         origin = TraceOrigin("chat" if asked.chat else "text_completion", self._model, carrier)
         return [
             self._client.astream(
                 **prompt, request_id=f"{unique}-{index}", num_choices=0 if index % asked.num_choices else asked.num_choices,
-                trace_origin=origin, **sampling,
+                session_id=session_id, trace_origin=origin, **sampling,
             )
             for index, (prompt, sampling) in enumerate(choices)
         ]

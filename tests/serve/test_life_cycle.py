@@ -6,9 +6,11 @@ import signal
 import time
 
 import pytest
-from scrape import growth, numbers
+from scrape import families, growth, numbers
 
-SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 4, "max_queued_requests": 8, "seed": 7, "num_kv_pages": 800}
+from dflash2_ray.serving.ingress import SESSION_HEADERS
+
+SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 4, "max_queued_requests": 8, "seed": 7, "num_kv_pages": 800, "routing": "session"}
 SCALING = {"max_replicas": 2, "target_queue_wait_s": 0.3, "upscale_delay_s": 0, "downscale_delay_s": 1}
 LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.8, "num_speculative_tokens": 0}  # plain: it takes a while
 PROMPTS = ["Once upon a time", "def add(a, b):\n", "The capital of France", "In the beginning"]
@@ -93,6 +95,30 @@ def while_streaming(client, change):
         return await asyncio.gather(*tasks)
 
     return asyncio.run(together())
+
+
+def test_a_session_stays_with_its_unit(years, service):
+    """Over HTTP by any of its headers, and through `Client`; sessions together use both units."""
+    used = set()
+    for session in range(20):
+        before = answered_by_unit(service)
+        for header in SESSION_HEADERS:
+            answer = service.http.post("/years/v1/completions", json={"prompt": "x", "max_tokens": 1, "ignore_eos": True}, headers={header: f"session-{session}"})
+            assert answer.status_code == 200
+        years.generate("x", max_tokens=1, ignore_eos=True, session_id=f"session-{session}")
+        told = {unit: count - before.get(unit, 0) for unit, count in answered_by_unit(service).items()}
+        assert sorted(told.values()) == [0, len(SESSION_HEADERS) + 1], told
+        used.add(max(told, key=told.get))
+    assert len(used) == 2
+
+
+def answered_by_unit(service):
+    """How many requests each unit has answered in full."""
+    family = families(service.http.get("/years/metrics").text)["vllm:request_success"]
+    return {
+        sample.labels["engine"]: sample.value for sample in family.samples
+        if sample.name.endswith("_total") and sample.labels["finished_reason"] == "length"
+    }  # fmt: skip
 
 
 def test_an_overview_shows_every_unit_even_one_that_hangs(years):
