@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from dflash2_ray.cli.settings import API_KEY_VARIABLES, console, write_json
 from dflash2_ray.errors import ConfigError, DFlash2Error
 
 _TIMEOUT_S = 15.0  # the service itself answers within about five
+_CONNECT_S = 5.0
 _COLUMNS = ("role", "host", "GPU", "pid", "node")
 
 
@@ -65,7 +67,15 @@ def _through_http(url: str, api_key: str) -> dict[str, Any]:
 
 
 def _through_ray(address: str, app_name: str) -> dict[str, Any]:
-    """Raises DFlash2Error where there is no such cluster, or no Serve on it."""
+    """Raises ConfigError for what is no address, DFlash2Error where there is no such cluster, or no service on it."""
+    host, sign, port = address.rpartition(":")
+    if address != "auto":
+        if not (sign and host and port.isdecimal() and int(port) < 65536):
+            raise ConfigError(f"--address: expected auto or HOST:PORT, got {address!r}")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()  # Ray itself would try for minutes
+        except OSError as error:
+            raise DFlash2Error(f"not reachable: Ray at {address}: {error}") from None
     import ray
     from ray.serve.exceptions import RayServeException
 

@@ -14,7 +14,7 @@ from dflash2_ray.core.ledger import Numbers, growth_since
 from dflash2_ray.engine.bookkeeper import REPORT_PERIOD_S
 
 _CALL_S = 2.0
-_FAREWELL_S = 0.5
+_FAREWELL_S = 1.5
 _LOST = (ray.exceptions.RayError, RayServeException, TimeoutError)
 Count = tuple[Numbers, dict[str, Any], dict[str, Any]]
 """(numbers since the start, gauges, facts), as in `Books` and `Bookkeeper`."""

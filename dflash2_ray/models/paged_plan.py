@@ -59,12 +59,15 @@ def plan_pages(batch: AttentionBatch) -> PagedPlan:
 def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> _Launch:
     counts = [-(-span.kv_len // page_size) for span in spans]
     width = max(counts)
-    numbers = [span.row_start for span in spans] + [span.num_rows for span in spans] + [span.kv_len for span in spans]
+    size = len(spans)
+    room = -(-size // 4) * 4  # each part from a 16-byte boundary on: Triton compiles a kernel anew for pointers of another alignment
+    numbers = []
+    for column in ([span.row_start for span in spans], [span.num_rows for span in spans], [span.kv_len for span in spans]):
+        numbers += [*column, *([0] * (room - size))]
     for span, count in zip(spans, counts, strict=True):
         numbers += [*span.page_ids[:count], *([0] * (width - count))]
     flat = torch.tensor(numbers, dtype=torch.int32).to(device)  # one copy for all
-    size = len(spans)
     return _Launch(
-        flat[:size], flat[size : 2 * size], flat[2 * size : 3 * size], flat[3 * size :].view(size, width),
+        flat[:size], flat[room : room + size], flat[2 * room : 2 * room + size], flat[3 * room :].view(size, width),
         max(span.num_rows for span in spans), max(span.kv_len for span in spans),
     )  # fmt: skip

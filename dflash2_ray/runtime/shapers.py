@@ -64,7 +64,7 @@ class Shapers:
             failure_log.exception("request %s: its options could not be applied", request.request_id, request_id=request.request_id)
             return dict.fromkeys(range(len(rows)), StepFailed(f"{type(error).__name__}"))
         excluded = InvalidRequest("the options exclude every token at this position", param=request.params.excluding_option)
-        return dict.fromkeys((rows.amax(-1) == float("-inf")).nonzero()[:, 0].tolist(), excluded)
+        return {row: excluded for row, best in enumerate(rows.amax(-1).tolist()) if best == float("-inf")}
 
     def _of(self, request: Request) -> LogitShaper:
         shaper = self._shapers.get(request.request_id)

@@ -20,14 +20,20 @@ def token_logprobs(
         rows = torch.log_softmax(logits[start : start + _ROWS_AT_ONCE].float(), dim=-1)
         own_ids = token_ids[start : start + _ROWS_AT_ONCE]
         picked = rows.gather(1, torch.tensor(own_ids, device=rows.device)[:, None])[:, 0].tolist()
-        found += [(own, _best(row, num_alternatives)) for own, row in zip(picked, rows, strict=True)]
+        found += zip(picked, _best(rows, num_alternatives), strict=True)
     return found
 
 
-def _best(row: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def _best(rows: torch.Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """The alternatives of every row; one more is looked at, to see whether the last one has equals outside."""
     if count == 0:
-        return ()
-    least = row.topk(min(count, row.shape[0])).values[-1]
-    ids = (row >= least).nonzero()[:, 0].tolist()  # more than asked for where the last ones are equal
-    pairs = sorted(zip(ids, row[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return tuple(pairs[:count])
+        return [()] * rows.shape[0]
+    top = rows.topk(min(count + 1, rows.shape[1]))
+    best = []
+    for row, ids, values in zip(rows, top.indices.tolist(), top.values.tolist(), strict=True):
+        if len(values) > count and values[count] == values[count - 1]:  # which of the equals topk took is not defined
+            ids = (row >= values[count]).nonzero()[:, 0].tolist()
+            values = row[ids].tolist()
+        pairs = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        best.append(tuple(pairs[:count]))
+    return best

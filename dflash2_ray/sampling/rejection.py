@@ -137,8 +137,7 @@ def _verify_sampled(probs: torch.Tensor, rows: VerifyRows, r: int, rule: str) ->
     if accepted == count:
         return accepted, draw(probs[count], float(noise[Purpose.BONUS, count]))
     residual = (weight * probs[accepted]).index_add(0, ids[accepted], q[accepted], alpha=-1).clamp_min_(0)
-    if not float(residual.sum()) > 0:  # only rounding can empty it
-        residual = probs[accepted]
+    residual = torch.where(residual.sum() > 0, residual, probs[accepted])  # only rounding can empty it
     return accepted, draw(residual, float(noise[Purpose.RESIDUAL, accepted]))
 
 
@@ -157,7 +156,8 @@ def _at_draft(
     """p_i(d_i) and q_i(d_i) of each slot."""
     drafted = torch.tensor(drafts, dtype=torch.int64, device=probs.device)[:, None]
     p_draft = probs[: len(drafts)].gather(1, drafted)[:, 0]
-    return p_draft.tolist(), (q * (ids == drafted)).sum(-1).tolist()
+    p, q_draft = torch.stack([p_draft, (q * (ids == drafted)).sum(-1)]).tolist()
+    return p, q_draft
 
 
 def _accept_standard(
@@ -200,11 +200,12 @@ def _accept_block(
 def draw(weights: torch.Tensor, uniform: float) -> int:
     """Inverse CDF: the first id whose cumulated weight exceeds uniform times the total; never one of weight zero.
 
-    weights [V] ≥ 0, not necessarily normalised; summed in fp64.
+    weights [V] ≥ 0, not necessarily normalised; summed in fp64. The host reads once.
     """
     cumulated = weights.double().cumsum(0)
-    total = float(cumulated[-1])
-    index = int(torch.searchsorted(cumulated, uniform * total, right=True))
-    if index >= weights.shape[0] or not float(weights[index]) > 0:  # rounding at the upper end
-        index = int(weights.nonzero()[-1])
-    return index
+    index = torch.searchsorted(cumulated, cumulated[-1:] * uniform, right=True)
+    possible = weights.gather(0, index.clamp_max(weights.shape[0] - 1)) > 0
+    found, is_possible = torch.cat([index, possible.to(index.dtype)]).tolist()
+    if found >= weights.shape[0] or not is_possible:  # rounding at the upper end
+        found = int(weights.nonzero()[-1])
+    return int(found)

@@ -31,7 +31,7 @@ def target_probs(
             _keep_most_likely(probs[row], k if 0 < k < vocab_size else vocab_size, p)
         if floor > 0.0:
             one = probs[row]
-            one[one < floor * one.max()] = 0.0
+            one.masked_fill_(one < floor * one.max(), 0.0)
             one.div_(one.sum())
     return probs
 
@@ -45,6 +45,6 @@ def _keep_most_likely(probs: torch.Tensor, k: int, p: float) -> None:
         before = ordered.cumsum(0) - ordered
         gone = before >= p
         gone[0] = False
-        ordered[gone] = 0.0
+        ordered.masked_fill_(gone, 0.0)
         ordered /= ordered.sum()
     probs[order] = ordered

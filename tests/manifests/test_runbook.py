@@ -1,4 +1,4 @@
-"""k8s/README.md: every command is one that kubectl takes, and every name in it is one that the manifests have."""
+"""k8s/README.md, and kubectl in README.md: every command is one that kubectl takes, every name in it is one that the manifests have."""
 
 import re
 import shlex
@@ -9,11 +9,19 @@ from cluster_rules import groups, one, ray_container
 from rendering import OVERLAYS, ROOT, kubectl, rendered
 
 TEXT = (ROOT / "k8s/README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S) for line in block.splitlines() if line]
+
+
+def commands(text):
+    """Lines of the bash blocks, without their comments."""
+    return [line.partition("  #")[0].strip() for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines() if line]
+
+
+COMMANDS = commands(TEXT)
+KUBECTL = [line for line in dict.fromkeys([*COMMANDS, *commands((ROOT / "README.md").read_text())]) if line.startswith("kubectl ")]
 NOWHERE = ["--server=http://127.0.0.1:1", "--request-timeout=1s"]
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("kubectl ")])
+@pytest.mark.parametrize("command", KUBECTL)
 def test_kubectl_takes_it(command, tmp_path):
     """There is no cluster: a command is good when nothing but the connection fails."""
     (tmp_path / "api-keys.txt").write_text("key\n")

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -145,6 +147,19 @@ def test_the_ingress_takes_deltas_by_its_line_and_a_client_by_the_stream(idle):
     assert idle.http.get("/server_info").json()["num_requests_by_line"] == before + 2
     assert [Client().generate(body["prompt"], temperature=0, max_tokens=24)[0].text] * 2 == by_line
     assert idle.http.get("/server_info").json()["num_requests_by_line"] == before + 2
+
+
+def test_the_readme_s_snippets_run(idle, engine, capsys, monkeypatch):
+    """The first on an engine that is loaded already."""
+    import dflash2_ray
+
+    monkeypatch.setattr(dflash2_ray, "LLM", lambda target: engine)
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    in_process, service = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(in_process, "README.md", "exec"), names := {})
+    assert capsys.readouterr().out == f"{names['g'].text} {names['g'].metrics['speculative_decoding']['acceptance_histogram']}\n"
+    exec(compile(service, "README.md", "exec"), {})
+    assert capsys.readouterr().out == engine.generate("def add(a, b):", temperature=0, max_tokens=40)[0].text
 
 
 def test_closing_a_client_stream_cancels(idle):

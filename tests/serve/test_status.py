@@ -76,6 +76,8 @@ def test_a_unit_that_does_not_serve_is_not_ready(idle, run):
         (("--url", "SERVICE/v1"), 1, "answers, but no dflash2_ray service does (HTTP 404)"),
         (("--url", "127.0.0.1:8000"), 2, "--url: expected http://HOST:PORT"),
         (("--url", "http://127.0.0.1:port"), 2, "--url: expected http://HOST:PORT"),
+        (("--address", "127.0.0.1:9"), 1, "not reachable: Ray at 127.0.0.1:9: "),
+        (("--address", "somewhere"), 2, "--address: expected auto or HOST:PORT"),
         (("--address", "auto", "--app-name", "nobody"), 1, "not ready: no application 'nobody'"),
         (("--no-such-option",), 2, "No such option"),
     ],

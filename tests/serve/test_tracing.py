@@ -38,7 +38,8 @@ def post(idle):
     def call(path, body, headers):
         async def one():
             ingress = Ingress.__new__(Ingress)
-            await ingress.__init__(ServiceConfig(**idle.settings), serve.get_deployment_handle("unit", "default"), idle.url)
+            handles = (serve.get_deployment_handle(name, "default") for name in ("unit", "bookkeeper"))
+            await ingress.__init__(ServiceConfig(**idle.settings), *handles, idle.url)
             api = build_api()
             api.dependency_overrides[_this_replica] = lambda: ingress
             async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as http:

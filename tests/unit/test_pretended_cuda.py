@@ -27,7 +27,7 @@ KINDS = {
     },
 }  # fmt: skip
 # kind: (reads, uploads) of one request's decode step at most, draft included; kernels' own waits are not in it
-MOST_WAITS = {"greedy": (2, 11), "drawn": (7, 13), "seeded": (18, 14), "shaped": (11, 28)}
+MOST_WAITS = {"greedy": (2, 9), "drawn": (3, 11), "seeded": (2, 12), "shaped": (6, 25)}
 
 
 @pytest.fixture

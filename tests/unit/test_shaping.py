@@ -66,3 +66,12 @@ def test_logprobs_are_those_of_the_row_and_ties_go_to_the_lower_id():
     assert [token for token, _ in second[1]] == [0, 1, 2]
     assert token_logprobs(logits, [0, 0], 0)[0][1] == ()
     assert len(token_logprobs(logits, [0, 0], 20)[0][1]) == 5
+
+
+@pytest.mark.parametrize("levels", [2, 5, 1000])
+def test_alternatives_are_a_sort_by_value_then_id_whatever_ties(levels):
+    logits = torch.randint(0, levels, (9, 40), generator=torch.Generator().manual_seed(levels)).float() / 4
+    rows = torch.log_softmax(logits, -1).tolist()
+    for count in (1, 3, 20, 40):
+        for row, (_, best) in zip(rows, token_logprobs(logits, [0] * 9, count), strict=True):
+            assert list(best) == sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[:count]

@@ -1,6 +1,6 @@
-"""A soak: a unit of two ranks and a separate drafter at saturation, with aborts, kills and stalls at random.
+"""Losses under load: a unit of two ranks and a separate drafter at saturation, with aborts, kills and stalls at random.
 
-    python tests/soak.py --minutes 10
+    python tests/drills/losses.py --minutes 10
 
 Every finished output is compared with its solo run in one process; at the end pages, requests, memory and file handles must be
 back where they were. Exits with 1 when anything was lost, doubled or foreign. Prints one line of JSON with what happened.
@@ -25,7 +25,7 @@ SETTINGS = {
     "dtype": "float32", "max_num_seqs": CONCURRENCY, "seed": 7, "tensor_parallel_size": 2, "drafter_placement": "separate",
     "step_timeout_s": 20, "num_kv_pages": 400,
 }
-NAME = "soak"
+NAME = "losses"
 
 
 def workload(seed):
@@ -51,7 +51,7 @@ def expected_tokens(rows):
     return tokens
 
 
-class Soak:
+class Losses:
     def __init__(self, client, rows, expected, seconds, seed):
         self.client, self.rows, self.expected = client, rows, expected
         self.until = time.monotonic() + seconds
@@ -159,17 +159,17 @@ def main():
     serve.start(http_options={"host": "127.0.0.1", "port": 0}, proxy_location="Disabled")
     serve.run(app(ServiceConfig(**SETTINGS)), name=NAME)
     client = Client(NAME)
-    soak = Soak(client, rows, expected, asked.minutes * 60, asked.seed)
+    losses = Losses(client, rows, expected, asked.minutes * 60, asked.seed)
 
     async def all_of_it():
         before = await settled(client)
-        await soak.run()
+        await losses.run()
         return before, await settled(client)
 
     before, after = asyncio.run(all_of_it())
     report = {
-        "minutes": asked.minutes, "concurrency": CONCURRENCY, **dict(soak.counts), "wrong": soak.wrong[:20],
-        "num_wrong": len(soak.wrong), "pages_free": [after["num_free_pages"], after["num_pages"]],
+        "minutes": asked.minutes, "concurrency": CONCURRENCY, **dict(losses.counts), "wrong": losses.wrong[:20],
+        "num_wrong": len(losses.wrong), "pages_free": [after["num_free_pages"], after["num_pages"]],
         "resources_before": resources(before) if before["workers"] == after["workers"] else "other processes",
         "resources_after": resources(after), "num_rebuilds": after["num_rebuilds"],
         "num_drafter_restarts": after["num_drafter_restarts"],
@@ -177,7 +177,7 @@ def main():
     print(json.dumps(report))
     serve.shutdown()
     ray.shutdown()
-    sys.exit(bool(soak.wrong) or after["num_free_pages"] != after["num_pages"])
+    sys.exit(bool(losses.wrong) or after["num_free_pages"] != after["num_pages"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""A burst of ten times what the service can take: who gets an answer, how late, and what it costs the others.
+
+    python tests/drills/burst.py [--times 10] [--seconds 20] [--new-tokens 256] [KEY=VALUE …]
+
+Starts a local Ray with the service on a free port. First a full batch without a queue (the uncongested figure), then a full queue
+(the peak), then the burst: requests that come at their own pace, whatever becomes of those before. Prints the figures, and exits with 1
+when a request got anything but its answer or a clean 429 with Retry-After, when health failed or a process was replaced.
+"""
+
+import argparse
+import asyncio
+import itertools
+import math
+import os
+import random
+import socket
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
+SETTINGS = {"max_num_seqs": "8", "max_queued_requests": "8"}
+
+
+@dataclass
+class Answer:
+    """begun, ended: seconds of the monotonic clock. outcome: "answered", "429" or what was wrong."""
+
+    begun: float
+    ended: float
+    outcome: str
+
+
+class Load:
+    def __init__(self, http, new_tokens):
+        self._http, self._new_tokens = http, new_tokens
+        self._numbers = itertools.count()
+
+    async def one(self):
+        body = {"prompt": f"Once upon a time there were {next(self._numbers)} birds", "max_tokens": self._new_tokens, "temperature": 0, "ignore_eos": True}
+        begun = time.monotonic()
+        try:
+            async with self._http.post("/v1/completions", json=body) as response:
+                outcome = self._outcome(response, await response.json())
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        return Answer(begun, time.monotonic(), outcome)
+
+    def _outcome(self, response, body):
+        if response.status == 200:
+            got = body["usage"]["completion_tokens"]
+            return "answered" if got == self._new_tokens else f"{got} tokens"
+        retry_after = response.headers.get("Retry-After", "")
+        clean = response.status == 429 and body["error"]["code"] == "queue_full" and retry_after.isdigit() and int(retry_after) >= 1
+        return "429" if clean else f"{response.status} {body} Retry-After: {retry_after!r}"
+
+    async def closed(self, in_flight, seconds):
+        """Answers of `in_flight` clients that ask again at once."""
+        until = time.monotonic() + seconds
+
+        async def client():
+            answers = []
+            while time.monotonic() < until:
+                answers.append(await self.one())
+            return answers
+
+        return [answer for answers in await asyncio.gather(*(client() for _ in range(in_flight))) for answer in answers]
+
+    async def open(self, per_second, seconds):
+        """Answers to requests that come at random, `per_second` on the mean."""
+        draw, tasks, at = random.Random(1), [], time.monotonic()
+        until = at + seconds
+        while (at := at + draw.expovariate(per_second)) < until:
+            await asyncio.sleep(at - time.monotonic())
+            tasks.append(asyncio.create_task(self.one()))
+        return await asyncio.gather(*tasks)
+
+
+def rate(answers):
+    """Answers per second while the load lasted, its first fifth left out."""
+    first, last = min(one.begun for one in answers), max(one.begun for one in answers)
+    start = first + (last - first) / 5
+    return sum(one.outcome == "answered" and start <= one.ended < last for one in answers) / (last - start)
+
+
+def latencies(answers):
+    """(median, p99) in seconds of what was answered."""
+    ordered = sorted(one.ended - one.begun for one in answers if one.outcome == "answered")
+    return ordered[len(ordered) // 2], ordered[math.ceil(len(ordered) * 0.99) - 1]
+
+
+def processes(info):
+    return {row["role"]: row["pid"] for row in info["workers"]}
+
+
+async def drill(url, config, asked):
+    import aiohttp
+
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600)) as http:
+        load, batch = Load(http, asked.new_tokens), config.max_num_seqs
+        await load.closed(batch, 3)
+        before = await (await http.get("/server_info")).json()
+        calm = await load.closed(batch, asked.seconds)
+        full = await load.closed(batch + config.max_queued_requests, asked.seconds)
+        capacity = max(rate(calm), rate(full))
+        health, over = Counter(), asyncio.Event()
+
+        async def watch():
+            while not over.is_set():
+                for path in ("/health", "/ready"):
+                    async with http.get(path) as response:
+                        health[f"{path} {response.status}"] += 1
+                await asyncio.sleep(0.5)
+
+        watching = asyncio.create_task(watch())
+        burst = await load.open(capacity * asked.times, asked.seconds)
+        over.set()
+        await watching
+        after = await (await http.get("/server_info")).json()
+    print(f"{batch} at once, {config.max_queued_requests} may wait, {asked.new_tokens} tokens an answer, {asked.seconds} s each")
+    for name, answers in (("a full batch", calm), ("and a full queue", full), (f"a burst of {asked.times} times that", burst)):
+        outcomes = Counter(one.outcome for one in answers)
+        median, late = latencies(answers)
+        print(f"{name}: {rate(answers):.2f} answers/s, median {median:.2f} s, p99 {late:.2f} s; {dict(outcomes)}")
+    print(f"p99 of admitted requests, burst / full batch: {latencies(burst)[1] / latencies(calm)[1]:.2f}")
+    print(f"goodput, burst / peak: {rate(burst) / capacity:.2f}")
+    print(f"health meanwhile: {dict(health)}")
+    same = processes(before) == processes(after) and before["num_rebuilds"] == after["num_rebuilds"]
+    print("no process was replaced" if same else f"replaced: {processes(before)} -> {processes(after)}")
+    right = {one.outcome for one in (*calm, *full, *burst)} <= {"answered", "429"}
+    return right and same and set(health) == {"/health 200", "/ready 200"}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--times", type=float, default=10)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    import ray
+    from ray import serve
+
+    from dflash2_ray.app import app
+    from dflash2_ray.config import ServiceConfig
+
+    config = ServiceConfig.from_keys(SETTINGS | dict(one.split("=", 1) for one in asked.settings))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(address="local", include_dashboard=False, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app(config), name="default")
+    good = asyncio.run(drill(f"http://127.0.0.1:{port}", config, asked))
+    serve.shutdown()
+    ray.shutdown()
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()
