@@ -1,4 +1,4 @@
-"""Every document against a strict schema: Kubernetes' own types at one version (package kubernetes-validate), and extracts of two custom
+"""Every document against a strict schema: Kubernetes' own types at one version (package kubernetes-validate), and extracts of three custom
 resources. It knows no rule beyond types."""
 
 import json
@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 KUBERNETES = files("kubernetes_validate") / "kubernetes-json-schema" / "v1.37.0-local-strict"
-OWN = {"RayService": "rayservice.schema.json", "PodMonitor": "podmonitor.schema.json"}
+OWN = {"RayService": "rayservice.schema.json", "PodMonitor": "podmonitor.schema.json", "PrometheusRule": "prometheusrule.schema.json"}
 
 
 def type_problems(document: dict) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Every overlay, as it renders, passes types and rules; nothing under k8s/ or deploy/serve is left unused."""
+"""Every overlay, as it renders, passes types and rules; nothing under k8s/, deploy/serve or deploy/monitoring is left unused."""
 
 import pytest
 import yaml
@@ -44,7 +44,7 @@ def test_redis_is_the_one_that_ray_is_told():
 
 def test_every_file_is_used():
     """By an overlay's resources, components, patches and generated values, or by name in this folder."""
-    used = {ROOT / "k8s/README.md"}
+    used = {ROOT / "k8s/README.md", ROOT / "deploy/monitoring/alerts.yaml"}
     todo = [ROOT / "k8s/overlays" / overlay for overlay in OVERLAYS]
     while todo:
         folder = todo.pop()
@@ -58,7 +58,7 @@ def test_every_file_is_used():
             if path.is_dir():
                 todo.append(path)
             used.add(path)
-    present = {path for folder in ("k8s", "deploy/serve") for path in (ROOT / folder).rglob("*") if path.is_file()}
+    present = {path for folder in ("k8s", "deploy/serve", "deploy/monitoring") for path in (ROOT / folder).rglob("*") if path.is_file()}
     assert present - used == set()
 
 

@@ -48,6 +48,7 @@ MUTANTS = [
     ("multi-node", "RayService", f"{CLUSTER}.autoscalerOptions.idleTimeout", 5, "'idleTimeout' was unexpected"),
     ("ha", "RayService", f"{CLUSTER}.gcsFaultToleranceOptions.address", "x", "'address' was unexpected"),
     ("single-node", "PodMonitor", "spec.podMetricsEndpoints.0.ports", "x", "'ports' was unexpected"),
+    ("single-node", "PrometheusRule", "spec.groups.0.rules.0.expression", "x", "'expression' was unexpected"),
     ("single-node", "NetworkPolicy", "spec.ingres", [], "'ingres' was unexpected"),
     ("single-node", "PersistentVolumeClaim", "spec.accessMode", "x", "'accessMode' was unexpected"),
     ("ha", "StatefulSet", "spec.template.spec.container", [], "'container' was unexpected"),

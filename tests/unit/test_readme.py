@@ -105,7 +105,7 @@ def test_links_lead_somewhere():
 def test_the_configuration_snippet_is_valid():
     from ray.serve.schema import ServeDeploySchema
 
-    (snippet,) = blocks("yaml")
+    (snippet,) = [block for block in blocks("yaml") if "applications:" in block]
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(snippet)).applications
     config = ServiceConfig.from_keys(application.args)
     for deployment in application.deployments:
