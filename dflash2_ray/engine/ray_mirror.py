@@ -1,4 +1,5 @@
-"""The same numbers through `ray.util.metrics`, for clusters that scrape Ray's own port. Legal names: `dflash2_*`."""
+"""The same numbers through `ray.util.metrics`, for clusters that scrape Ray's own port. Legal names: `dflash2_*`; one more label,
+`application`, because that port speaks for the whole cluster."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,12 +11,13 @@ from dflash2_ray.core.measures import COMMON_LABELS, MEASURES, Measure
 
 
 class RayMirror:
-    """One per process. It is told of growth only."""
+    """One per process, of Serve's `application`. It is told of growth only."""
 
-    def __init__(self) -> None:
+    def __init__(self, application: str) -> None:
+        self._application = application
         self._metrics: dict[str, Any] = {}
         for one in MEASURES:
-            tags = (*COMMON_LABELS, *one.labels)
+            tags = (*COMMON_LABELS, "application", *one.labels)
             if one.kind == "histogram":
                 self._metrics[one.key] = metrics.Histogram(one.ray_name, one.text, boundaries=list(one.bounds), tag_keys=tags)
             else:
@@ -24,7 +26,7 @@ class RayMirror:
 
     def tell(self, engine: str, growth: Numbers, gauges: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """What came since the last call, and the gauges as they are."""
-        tags = {"model_name": str(facts["model"]), "engine": engine}
+        tags = {"model_name": str(facts["model"]), "engine": engine, "application": self._application}
         for one in MEASURES:
             if one.kind == "histogram":
                 counts = [int(growth.get(f"{one.key}/{index}", 0)) for index in range(len(one.bounds) + 1)]

@@ -75,7 +75,7 @@ class Unit:
         self._target_folder = Path(self._group.target_folder)
         self._places = Places(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
         self._accounts = UnitAccounts(config, self.facts)
-        self._reporter = UnitReporter(bookkeeper, self._count, _own_index, RayMirror().tell)
+        self._reporter = UnitReporter(bookkeeper, self._count, _own_index, RayMirror(serve.get_replica_context().app_name).tell)
         self._serving.set()
         await self._reporter.start()
         self._tasks = [asyncio.create_task(work) for work in (self._supervise(), self._watch_drafter(), self._reporter.run())]
