@@ -19,7 +19,7 @@ PROMPTS = [Prompt(False, "Once upon a time"), Prompt(True, "Write a short story 
 
 def test_a_running_service_is_verified(idle, capsys):
     command.verify(
-        settings=None, prompts=None, num_prompts=3, max_tokens=16, concurrency=8, checks="identity,law,options", samples=40, law_prompts=1,
+        settings=None, prompts=None, num_prompts=3, max_tokens=16, concurrency=8, checks="identity,law,options", samples=40, law_prompts=2,
         option_prompts=1, margin=None, url=idle.url + "/v1/", api_key="", model="dflash2-embedded", json_path="-",
     )
     wrote = capsys.readouterr()
