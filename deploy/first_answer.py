@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-URL = f"http://127.0.0.1:{os.environ.get('RAY_SERVE_DEFAULT_HTTP_PORT', '8000')}"
+URL = "http://127.0.0.1:8000"
 QUESTION = "Write a short story about a shy bird."
 PATIENCE_S = 600
 

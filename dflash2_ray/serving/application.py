@@ -64,7 +64,7 @@ def build_application(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
-        **_logs(config),
+        **_logs(config, enable_access_log=False),  # it is called every second
     )
     books = bookkeeper.bind()
     guards = Guards(KeyDigests.read(config.api_keys_file), config.cors_origins, config.max_body_bytes)
@@ -93,9 +93,11 @@ def _check_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> None:
         logger.warning("waiting for GPUs to join: %s", error)
 
 
-def _logs(config: ServiceConfig) -> dict[str, Any]:
-    """Serve's option for JSON lines; none for text, so that what Serve was told stands."""
-    return {"logging_config": {"encoding": "JSON"}} if config.log_format == "json" else {}
+def _logs(config: ServiceConfig, **settings: Any) -> dict[str, Any]:
+    """Serve's option for JSON lines and `settings`; none for text alone, so that what Serve was told stands."""
+    if config.log_format == "json":
+        settings["encoding"] = "JSON"
+    return {"logging_config": settings} if settings else {}
 
 
 def _num_units(config: ServiceConfig) -> dict[str, Any]:
