@@ -11,17 +11,14 @@ import argparse
 import asyncio
 import itertools
 import math
-import os
 import random
-import socket
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")
+from local_service import local_service
+
 SETTINGS = {"max_num_seqs": "8", "max_queued_requests": "8"}
 
 
@@ -141,22 +138,8 @@ def main():
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_args()
-    import ray
-    from ray import serve
-
-    from dflash2_ray.app import app
-    from dflash2_ray.config import ServiceConfig
-
-    config = ServiceConfig.from_keys(SETTINGS | dict(one.split("=", 1) for one in asked.settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray.init(address="local", include_dashboard=False, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app(config), name="default")
-    good = asyncio.run(drill(f"http://127.0.0.1:{port}", config, asked))
-    serve.shutdown()
-    ray.shutdown()
+    with local_service(SETTINGS | dict(one.split("=", 1) for one in asked.settings)) as (url, config):
+        good = asyncio.run(drill(url, config, asked))
     sys.exit(not good)
 
 
