@@ -107,7 +107,7 @@ def cut_steps(steps: Sequence[StepCount], num_tokens: int) -> tuple[StepCount, .
     return tuple(kept)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestDelta:
     """What one step (or several, merged) brought to one request: its new tokens, and how it ended if it did.
 
