@@ -5,7 +5,8 @@
 The real loop, scheduler, page pool, runners and draft port on the embedded pair, for greedy requests. Stubbed, and so not counted: the
 target's pass; the drafter's pass up to its candidates' scores, and its keys and values of committed rows; what they return is made up, and
 three of seven drafts stand. Everything around them is real and counted: argmax and walk on a few columns, reading their results, the page
-tables that the attention kernels want, the copies into the drafter's contexts, packing the deltas for the front.
+tables that the attention kernels want, packing the deltas for the front. Context rows and the drafter's keys and values are one number
+wide, so that a copy of them counts as the call that it is, not as memory traffic.
 Prints one line of JSON, medians in ms of this thread's CPU time per step: the whole, what of it the colocated drafter's side takes, and the parts, each without what
 it calls of another (`rest`: what no part covers).
 """
@@ -28,14 +29,16 @@ def stub_devices(loop) -> None:
     """Replace what would run on a device. The target decides 1 everywhere; the drafter drafts 1 for `NUM_ACCEPTED` slots, then 0."""
     import torch
 
+    from dflash2_ray.models.draft_context import DraftContext
     from dflash2_ray.models.paged_plan import plan_pages
     from dflash2_ray.runtime.target_runner import TargetPass
 
     drafter = loop.draft_port.runner.drafter
     width, candidates = loop.config.num_speculative_tokens, drafter.num_candidates
     num_rows = max(loop.config.max_num_seqs * (width + 1), loop.config.max_num_batched_tokens)
-    features, context = torch.zeros(num_rows, 1), torch.zeros(num_rows, drafter.config.hidden_size)
-    kv = torch.zeros(num_rows, drafter.config.num_layers, 2, drafter.config.num_kv_heads, drafter.config.head_dim)
+    narrow = torch.zeros(num_rows, 1)
+    kv = torch.zeros(num_rows, drafter.config.num_layers, 2, 1, 1)
+    windows = [layer.window for layer in drafter.config.attention]
     logits = torch.tensor([0.0, 1.0]).expand(num_rows, 2).contiguous()
     hidden = torch.zeros(loop.config.max_num_seqs, width, 1)
     unary = torch.zeros(loop.config.max_num_seqs, width, candidates)
@@ -45,10 +48,11 @@ def stub_devices(loop) -> None:
 
     def forward(batch):
         plan_pages(batch.attention)
-        return TargetPass(logits[: batch.num_logit_rows], features[: len(batch.token_ids)])
+        return TargetPass(logits[: batch.num_logit_rows], narrow[: len(batch.token_ids)])
 
     loop.runner.forward = forward
-    loop.runner.projection = lambda rows: context[: len(rows)]
+    loop.runner.projection = lambda rows: rows
+    drafter.new_context = lambda: DraftContext(windows, 1, 1, narrow)
     drafter.context_kv = lambda rows, positions, num_positions: kv[: len(rows)]
     drafter.block_hidden = lambda anchors, contexts, slots: hidden[: len(anchors), :slots]
     drafter.candidates = lambda rows: (unary[: len(rows), : rows.shape[1]], ids[: len(rows), : rows.shape[1]])
