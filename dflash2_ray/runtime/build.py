@@ -9,18 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts, resolve
 from dflash2_ray.core.draft_port import DraftPort
 from dflash2_ray.errors import CheckpointError, ConfigError
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
 from dflash2_ray.models.drafter_checkpoint import validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
+from dflash2_ray.models.paged_plan import kernels_run
 from dflash2_ray.models.source import locate, read_target_facts
 from dflash2_ray.models.target import Target
 from dflash2_ray.models.target_ends import read_target_share
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
 from dflash2_ray.models.tensor_parallel import Shard
+from dflash2_ray.runtime.cuda_graphs import CudaBackend
 from dflash2_ray.runtime.draft_link import RemoteDraftPort
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
@@ -28,6 +32,7 @@ from dflash2_ray.runtime.pipelined_loop import PipelinedLoop
 from dflash2_ray.runtime.rank_loop import Followers
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
+from dflash2_ray.runtime.verify_graphs import Limits, VerifyGraphs
 from dflash2_ray.sampling.grammar import GrammarState, GrammarVocabulary
 from dflash2_ray.text.generation_defaults import read_generation_defaults
 
@@ -138,6 +143,9 @@ def build_from_blueprint(
         followers=followers,
         grammars=functools.partial(GrammarState, vocabulary),
     )
+    if uses_graphs(engine):
+        limits = Limits(engine.max_num_seqs, engine.num_speculative_tokens + 1, engine.max_model_len, engine.page_size)
+        runner.graphs = VerifyGraphs(target, projection, runner.cache, limits, CudaBackend())
     loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
     return loop_class(
         engine,
@@ -146,6 +154,11 @@ def build_from_blueprint(
         eos_token_ids=frozenset(defaults.eos_token_ids),
         vocab_size=blueprint.target.vocab_size,
     )
+
+
+def uses_graphs(engine: EngineConfig) -> bool:
+    """Whether decode steps go out as graphs: where kernels take their tables from the device, and one rank decides alone when it runs what."""
+    return engine.cuda_graphs and engine.tensor_parallel_size == 1 and kernels_run(torch.device(engine.device))
 
 
 def build_drafter_runner(blueprint: Blueprint, share: TargetShare | None = None) -> DrafterRunner:

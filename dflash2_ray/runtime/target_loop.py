@@ -32,6 +32,7 @@ from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.operators import report_operators
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
+from dflash2_ray.runtime.verify_graphs import VerifyGraphs
 
 failure_log = FailureLog(logging.getLogger(__name__))
 
@@ -238,7 +239,7 @@ class TargetLoop:
     def _verify(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal]
     ) -> tuple[InputBatch, TargetPass, list[Outcome | None]]:
-        batch = build_input_batch(planned, proposals, self.pool, self.config.page_size, self.config.device)
+        batch = build_input_batch(planned, proposals, self.pool, self.config.page_size)
         result = self.runner.forward(batch)
         self.runner.prompt_logprobs(result, batch, planned)
         return batch, result, self.runner.verify(result, planned, proposals)
@@ -345,6 +346,7 @@ class TargetLoop:
             "eos_token_ids": sorted(self.eos_token_ids),
             "config": self.config.as_dict(),
             "operators": report_operators(self.config.device, self.config.dtype, drafts=self.draft_port is not None),
+            "cuda_graphs": {one.pool.name: one.describe() for one in self._graphs()},
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": len(self.scheduler.waiting),
             "num_free_pages": self.pool.num_free,
@@ -356,6 +358,10 @@ class TargetLoop:
             "step_control": self.control.describe(),
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
+
+    def _graphs(self) -> list[VerifyGraphs]:
+        """Whose launches go out as graphs in this process."""
+        return [one for one in (self.runner.graphs,) if one is not None]
 
     def numbers(self) -> Numbers:
         """What this loop and its draft port have counted (`core.ledger`); any thread may ask."""
