@@ -139,7 +139,7 @@ class ServiceConfig(BaseModel):
         None, description="Units by load: `1-4`, or a mapping of min_replicas, max_replicas, target_queue_wait_s (1), max_kv_usage (0.9), "
         "upscale_delay_s (5) and downscale_delay_s (300). num_replicas is then the number at the start. Default: always num_replicas."
     )
-    num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
+    num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends; with autoscaling the least number of them, which grows in proportion to the units that may come.")
     drain_timeout_s: float = Field(
         60.0, ge=0, description="How long a replica that is to go (scale-down, redeploy, shutdown) lets its running requests finish; what "
         "is left then goes on at another unit, if there is one."

@@ -17,7 +17,7 @@ from dflash2_ray.core.wire import pack_error
 from dflash2_ray.errors import DFlash2Error, Overloaded, StepFailed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Planned:
     """One request's part of a step: tokens `start … start + num_tokens - 1`, then up to `width` drafts.
 
@@ -33,7 +33,7 @@ class Planned:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What verification found for one planned request: the drafts that were verified, how many were accepted, and the
     token that the target adds behind them (None: there is none, for the reason `error`). `logprobs`: one entry per accepted

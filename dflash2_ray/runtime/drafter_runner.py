@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, Wanted
 from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.models.context_pages import PagedContext
 from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter, draw_rules
-from dflash2_ray.models.draft_context import DraftContext
+from dflash2_ray.models.draft_context import DraftContext, append_all
 from dflash2_ray.runtime.cuda_graphs import GraphPool
 from dflash2_ray.runtime.draft_rounds import MOST_NEW_ROWS, Block, DraftRounds, NewRows
 from dflash2_ray.runtime.pending_rows import take_committed
@@ -111,10 +112,7 @@ class DrafterRunner:
         )
 
     def _take_rows(self, message: Rows) -> None:
-        offset = 0
-        for span in message.spans:
-            rows = message.rows[offset : offset + span.num_rows]
-            offset += span.num_rows
+        for span, rows in zip(message.spans, message.rows.split([span.num_rows for span in message.spans]), strict=True):
             request = self._current(span.request_id, span.epoch)
             if request is None:
                 continue
@@ -178,11 +176,11 @@ class DrafterRunner:
         device = self.drafter.device  # rows come from wherever the target is: over a socket they lie in host memory
         rows = (ready[0][2] if len(ready) == 1 else torch.cat([piece for _, _, piece in ready])).to(device)
         counts = [piece.shape[0] for _, _, piece in ready]
-        spans = [range(first, first + count) for (_, first, _), count in zip(ready, counts, strict=True)]
-        positions = torch.tensor([position for span in spans for position in span]).to(device)
-        kv = self.drafter.context_kv(rows, positions, max(span.stop for span in spans))
-        for (request, _, _), own in zip(ready, kv.split(counts), strict=True):
-            request.context.append(own)  # type: ignore[union-attr]
+        stops = [first + count for (_, first, _), count in zip(ready, counts, strict=True)]
+        offsets = np.array(stops) - np.cumsum(counts)  # from a row's place in the batch to its position
+        positions = torch.from_numpy(np.arange(rows.shape[0]) + np.repeat(offsets, counts)).to(device)
+        kv = self.drafter.context_kv(rows, positions, max(stops))
+        append_all([request.context for request, _, _ in ready], kv, counts)  # type: ignore[misc]
 
     def _take_in(self, rounds: DraftRounds, ready: Sequence[tuple[_Drafted, int, torch.Tensor]]) -> None:
         """Leave the rows to the next round, if they are as few as those of a step; prompts are taken in at once."""

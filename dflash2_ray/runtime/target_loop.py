@@ -27,6 +27,7 @@ from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
 from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.core.step_ledger import StepLedger
+from dflash2_ray.core.step_sums import StepSums
 from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.cuda_graphs import GraphPool
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
@@ -229,8 +230,9 @@ class TargetLoop:
         self._commit_context(planned, batch, result)
         ended = self._clock()
         seconds = ended - started - draft_s
-        self._learn_step(planned, outcomes, seconds, draft_s)
-        self.step_ledger.step(planned, outcomes, deltas, started, ended, draft_s)
+        sums = StepSums.of(planned, outcomes)
+        self._learn_step(sums, seconds, draft_s)
+        self.step_ledger.step(planned, sums, deltas, started, ended, draft_s)
         self._add_phases(planned, proposals, started, draft_s, seconds)
         return deltas
 
@@ -306,24 +308,15 @@ class TargetLoop:
 
     # ---- measurements ---------------------------------------------------------------------------------------------
 
-    def _learn_step(
-        self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None], seconds: float, draft_s: float
-    ) -> None:
+    def _learn_step(self, sums: StepSums, seconds: float, draft_s: float) -> None:
         """Tell the control what a committed step took and accepted. Steps that mix prefill and decoding tell no times."""
-        rows = tokens = num_decoding = 0
-        for part, outcome in zip(planned, outcomes, strict=True):
-            rows += part.num_tokens
-            if outcome is not None and part.start >= part.request.num_prompt_tokens:
-                num_decoding += 1
-                rows += len(outcome.drafts)
-                tokens += outcome.num_accepted + 1
-                if outcome.drafts:
-                    self.spec_counters.record(len(outcome.drafts), outcome.num_accepted)
-                    self.control.decided(len(outcome.drafts), outcome.num_accepted)
-        if num_decoding == len(planned):
-            self.control.verified(num_decoding, rows, seconds, tokens, draft_s)
-        elif num_decoding == 0:
-            self.control.prefilled(len(planned), rows, seconds)
+        for (num_drafts, num_accepted), count in sums.blocks.items():
+            self.spec_counters.record(num_drafts, num_accepted, count)
+            self.control.decided(num_drafts, num_accepted, count)
+        if sums.num_decoding == sums.num_requests:
+            self.control.verified(sums.num_decoding, sums.num_rows, seconds, sums.num_decided, draft_s)
+        elif sums.num_decoding == 0:
+            self.control.prefilled(sums.num_requests, sums.num_rows, seconds)
 
     def _add_phases(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal], started: float, draft_s: float, seconds: float
