@@ -35,9 +35,9 @@ class TargetPass:
 class TargetRunner:
     """Rank 0 of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter; `followers` are
     the other ranks, None for a single one; `grammars` makes what constrains an output, None where that is not offered.
-    `graphs`: passes that are one launch, where that is used."""
+    `verify_graphs`: passes that are one launch, where that is used."""
 
-    graphs: VerifyGraphs | None = None
+    verify_graphs: VerifyGraphs | None = None
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class TargetRunner:
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> TargetPass:
         """One pass over the batch, on every rank; stores its keys and values. Raises UnitLost when a rank is gone."""
-        if self.graphs is not None:
-            results = self.graphs.run(batch)
+        if self.verify_graphs is not None:
+            results = self.verify_graphs.run(batch)
             if results is not None:
                 return TargetPass(results["logits"], None, results.get("context_rows"))
         if self.followers is None:
