@@ -6,10 +6,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dflash2_kernels.paged_attention import OPERATOR, paged_attention
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
+from dflash2_ray.models.integers import integers
 
 _SHORT = 32  # rows; a launch is sized by its longest span, so prompts' chunks get one of their own
 
@@ -66,7 +68,7 @@ def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> _Lau
         numbers += [*column, *([0] * (room - size))]
     for span, count in zip(spans, counts, strict=True):
         numbers += [*span.page_ids[:count], *([0] * (width - count))]
-    flat = torch.tensor(numbers, dtype=torch.int32).to(device)  # one copy for all
+    flat = integers(numbers, np.int32).to(device)  # one copy for all
     return _Launch(
         flat[:size], flat[room : room + size], flat[2 * room : 2 * room + size], flat[3 * room :].view(size, width),
         max(span.num_rows for span in spans), max(span.kv_len for span in spans),
