@@ -12,6 +12,7 @@ import torch
 from dflash2_ray.core.draft_port import Proposal
 from dflash2_ray.core.scheduler import Outcome, Planned
 from dflash2_ray.errors import UnitLost
+from dflash2_ray.models.integers import integers
 from dflash2_ray.models.target import Target
 from dflash2_ray.runtime.input_batch import InputBatch
 from dflash2_ray.runtime.rank_loop import Followers, run_pass
@@ -129,5 +130,5 @@ class TargetRunner:
         assert result.features is not None, "the target was loaded without taps"
         features = result.features
         if len(rows) != features.shape[0]:
-            features = features.index_select(0, torch.tensor(rows, device=features.device))
+            features = features.index_select(0, integers(rows).to(features.device))
         return self.projection(features)
