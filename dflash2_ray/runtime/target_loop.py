@@ -136,8 +136,12 @@ class TargetLoop:
 
     def _load(self) -> Load:
         """What is decoding now: counts, and limits that requests came with."""
-        decoding = (request for request in self.scheduler.running if request.decodes)
-        return Load.of(Counter(one.num_speculative_tokens if one.draftable else 0 for one in decoding))
+        limits: dict[int, int] = {}
+        for request in self.scheduler.running:
+            if request.decodes:
+                limit = request.num_speculative_tokens if request.draftable else 0
+                limits[limit] = limits.get(limit, 0) + 1
+        return Load.of(limits)
 
     def _draft(self, planned: Sequence[Planned]) -> dict[str, Proposal]:
         """Ask for drafts and wait for them."""
@@ -191,7 +195,7 @@ class TargetLoop:
         proposals: dict[str, Proposal] = {}
         for proposal in proposed:
             asked = wanted.get(proposal.request_id)
-            fits = asked is not None and (proposal.epoch, proposal.base_len) == (asked.epoch, asked.base_len)
+            fits = asked is not None and proposal.epoch == asked.epoch and proposal.base_len == asked.base_len
             if fits and 0 < len(proposal.token_ids) <= asked.width:  # type: ignore[union-attr]
                 proposals[proposal.request_id] = _cut(proposal, widths[proposal.request_id])
             else:
@@ -294,6 +298,8 @@ class TargetLoop:
 
     def _tell_departures(self) -> None:
         departed = self.scheduler.take_departed()
+        if not departed:
+            return
         for request_id, _ in departed:
             self.runner.shapers.forget(request_id)
         if self.draft_port is None:
