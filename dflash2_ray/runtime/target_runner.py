@@ -138,7 +138,7 @@ class TargetRunner:
         """Context rows [len(rows), H] before the drafter's norm, for the given rows of the batch."""
         assert self.projection is not None, "context rows were asked for without a drafter"
         if result.context_rows is not None:
-            kept = upload(torch.tensor(rows), result.context_rows.device)
+            kept = upload(integers(rows), result.context_rows.device)
             return result.context_rows.index_select(0, kept)  # rows of their own: the graph's are written again
         assert result.features is not None, "the target was loaded without taps"
         features = result.features
