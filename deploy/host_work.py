@@ -26,13 +26,13 @@ def stub_devices(loop) -> None:
     from dflash2_ray.runtime import target_runner
     from dflash2_ray.sampling.rejection import Verdict
 
-    rows = loop.config.max_num_seqs * (loop.config.num_speculative_tokens + 1)
+    rows = loop.config.max_num_batched_tokens
     drafter = loop.draft_port.runner.drafter
     context = torch.zeros(rows, drafter.config.hidden_size)
     kv = torch.zeros(rows, drafter.config.num_layers, 2, drafter.config.num_kv_heads, drafter.config.head_dim)
     logits = torch.zeros(rows, 1)
-    loop.runner.forward = lambda batch: target_runner.TargetPass(logits, context)
-    loop.runner.context_rows = lambda result, kept: context[: len(kept)]
+    loop.runner.forward = lambda batch: target_runner.TargetPass(logits, context[: len(batch.token_ids)])
+    loop.runner.context_rows = lambda result, index: result.features[: None if index is None else len(index)]
     loop.runner.shapers.shape = lambda logits, requests, drafts: (logits, {})
     target_runner.verify = lambda logits, rows: Verdict(
         [min(NUM_ACCEPTED, count) for count in rows.num_drafts], [9] * len(rows.num_drafts)

@@ -217,11 +217,12 @@ class Drafter:
 
     # ---- context ------------------------------------------------------------------------------------------------
 
-    def new_context(self) -> DraftContext:
-        """An empty context for one request."""
+    def new_context(self, first_position: int = 0) -> DraftContext:
+        """An empty context for one request, whose first row will be that of `first_position` (above 0 only where every layer has a
+        window that reaches no further back)."""
         windows = [layer.window for layer in self.config.attention]
         like = torch.empty(0, dtype=self.activations, device=self.device)
-        return DraftContext(windows, self.config.num_kv_heads, self.config.head_dim, like)
+        return DraftContext(windows, self.config.num_kv_heads, self.config.head_dim, like, first_position)
 
     @torch.inference_mode()
     def context_kv(self, rows: torch.Tensor, positions: torch.Tensor, num_positions: int) -> torch.Tensor:

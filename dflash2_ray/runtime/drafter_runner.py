@@ -93,9 +93,10 @@ class DrafterRunner:
         if known is None and len(self._requests) >= self._max_num_requests:
             self.counters["too_many_requests"] += 1
             return
-        context = self.drafter.new_context()
+        first = message.first_position
+        context = self.drafter.new_context(first)
         self._requests[message.request_id] = _Drafted(
-            message.epoch, message.temperature, message.seed, message.matching, context
+            message.epoch, message.temperature, message.seed, message.matching, context, base_len=first
         )
 
     def _take_rows(self, message: Rows) -> None:

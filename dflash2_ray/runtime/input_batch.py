@@ -31,6 +31,11 @@ class InputBatch:
     num_logit_rows: int
     num_sampling_rows: int
 
+    def index(self, rows: Sequence[int]) -> torch.Tensor | None:
+        """Ascending rows of the batch as [len(rows)] int64 on its device; None for all of them."""
+        device = self.token_ids.device
+        return None if len(rows) == len(self.token_ids) else torch.tensor(rows, dtype=torch.int64).to(device)
+
 
 def build_input_batch(
     planned: Sequence[Planned], proposals: Mapping[str, Proposal], pool: PagePool, page_size: int, device: str

@@ -117,14 +117,12 @@ class TargetRunner:
                 start += len(tokens)
 
     @torch.inference_mode()
-    def context_rows(self, result: TargetPass, rows: Sequence[int]) -> torch.Tensor:
-        """Context rows [len(rows), H] before the drafter's norm, for the given rows of the batch."""
+    def context_rows(self, result: TargetPass, index: torch.Tensor | None) -> torch.Tensor:
+        """Context rows [n, H] before the drafter's norm, for the rows of the batch that `index` [n] names; None: all of them."""
         assert self.projection is not None, "context rows were asked for without a drafter"
         assert result.features is not None, "the target was loaded without taps"
         features = result.features
-        if len(rows) != features.shape[0]:
-            features = features.index_select(0, torch.tensor(rows, device=features.device))
-        return self.projection(features)
+        return self.projection(features if index is None else features.index_select(0, index))
 
 
 def _draft(proposals: Mapping[str, Proposal], part: Planned) -> Proposal | None:
