@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, RowSpan, Wanted
 from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.ledger import Ledger
@@ -37,6 +35,7 @@ from dflash2_ray.runtime.draft_wire import (
     unpack_answer,
 )  # fmt: skip
 from dflash2_ray.runtime.frame_writer import FrameWriter
+from dflash2_ray.runtime.pending_rows import without_spans
 from dflash2_ray.runtime.process_group import host_store
 from dflash2_ray.runtime.tensor_lane import TARGET_RANK, GroupLane, TensorLane, check_transport
 
@@ -373,7 +372,7 @@ class RemoteDraftPort:
         kept: list[Message] = []
         for message in messages:
             if isinstance(message, Rows):
-                rows = _without_spans(message, link.replays)
+                rows = without_spans(message, link.replays)
                 if rows is not None:
                     kept.append(rows)
                 continue
@@ -413,8 +412,8 @@ class RemoteDraftPort:
         if not replay.begun:
             messages.append(known.opened)
             replay.begun = True
-        if known.base_len > replay.sent_len:
-            first = replay.sent_len
+        first = replay.sent_len = max(replay.sent_len, known.opened.first_position)
+        if known.base_len > first:
             stop = min(known.base_len, first + max(1, budget // known.row_bytes))
             rows = known.rows(first, stop)
             messages.append(Rows((RowSpan(request_id, epoch, first, stop - first),), rows))
@@ -506,17 +505,3 @@ def _on_host(message: Rows) -> Rows:
 
 def _on_device(message: Rows, device: str) -> Rows:
     return Rows(message.spans, message.rows.to(device))
-
-
-@torch.inference_mode()
-def _without_spans(message: Rows, dropped: Mapping[str, Any]) -> Rows | None:
-    """The rows without those of `dropped` requests; None when nothing is left."""
-    spans, pieces, offset = [], [], 0
-    for span in message.spans:
-        if span.request_id not in dropped:
-            spans.append(span)
-            pieces.append(message.rows[offset : offset + span.num_rows])
-        offset += span.num_rows
-    if not spans:
-        return None
-    return Rows(tuple(spans), torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous())

@@ -45,6 +45,8 @@ def test_one_answer_in_the_numbers(idle, grown):
     told = grown(lambda: answers.append(complete(idle)))
     stats, usage = answers[0]["metrics"]["speculative_decoding"], answers[0]["usage"]
     assert told["vllm:prompt_tokens_total"] == told["vllm:request_prompt_tokens_sum"] == usage["prompt_tokens"]
+    assert told["vllm:prefix_cache_queries_total"] == usage["prompt_tokens"]
+    assert told["vllm:prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"]
     assert told["vllm:generation_tokens_total"] == told["vllm:request_generation_tokens_sum"] == 24
     assert told["vllm:request_success_total/length"] == 1
     assert told["vllm:spec_decode_num_drafts_total"] == stats["num_spec_steps"]
