@@ -1,9 +1,14 @@
-"""What a step costs besides the models: planning, batching, committing and talking to the drafter, with every device call stubbed.
+"""What a step costs besides the models: planning, batching, verifying, committing and talking to the drafter, on one CPU thread.
 
     python deploy/host_work.py [--requests 64] [--steps 300] [--profile]
 
-The real loop, scheduler, page pool, runner and drafter runner on the embedded pair; target pass, verification and draft pass return at
-once with made-up results (three of seven drafts accepted). Prints one line of JSON: medians in ms per step.
+The real loop, scheduler, page pool, runners and draft port on the embedded pair, for greedy requests. Stubbed, and so not counted: the
+target's pass; the drafter's pass up to its candidates' scores, and its keys and values of committed rows; what they return is made up, and
+three of seven drafts stand. Everything around them is real and counted: argmax and walk on a few columns, reading their results, the page
+tables that the attention kernels want, packing the deltas for the front. Context rows and the drafter's keys and values are one number
+wide, so that a copy of them counts as the call that it is, not as memory traffic.
+Prints one line of JSON, medians in ms of this thread's CPU time per step: the whole, what of it the colocated drafter's side takes, and the parts, each without what
+it calls of another (`rest`: what no part covers).
 """
 
 import argparse
@@ -13,50 +18,90 @@ import os
 import pstats
 import statistics
 import time
+from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 NUM_ACCEPTED = 3
+DRAFTER_PARTS = ("drafter_commit", "drafter_propose")
 
 
 def stub_devices(loop) -> None:
-    """Replace what would run on a device."""
+    """Replace what would run on a device. The target decides 1 everywhere; the drafter drafts 1 for `NUM_ACCEPTED` slots, then 0."""
     import torch
 
-    from dflash2_ray.models.dflash2 import Draft
-    from dflash2_ray.runtime import target_runner
-    from dflash2_ray.sampling.rejection import Verdict
+    from dflash2_ray.models.draft_context import DraftContext
+    from dflash2_ray.models.paged_plan import plan_pages
+    from dflash2_ray.runtime.target_runner import TargetPass
 
-    rows = loop.config.max_num_seqs * (loop.config.num_speculative_tokens + 1)
     drafter = loop.draft_port.runner.drafter
-    context = torch.zeros(rows, drafter.config.hidden_size)
-    kv = torch.zeros(rows, drafter.config.num_layers, 2, drafter.config.num_kv_heads, drafter.config.head_dim)
-    logits = torch.zeros(rows, 1)
-    loop.runner.forward = lambda batch: target_runner.TargetPass(logits, context)
-    loop.runner.context_rows = lambda result, kept: context[: len(kept)]
-    loop.runner.shapers.shape = lambda logits, requests, drafts: (logits, {})
-    target_runner.verify = lambda logits, rows: Verdict(
-        [min(NUM_ACCEPTED, count) for count in rows.num_drafts], [9] * len(rows.num_drafts)
-    )
-    drafter.context_kv = lambda rows, positions, num_positions: kv[: rows.shape[0]]
-    drafter.draft = lambda anchors, contexts, width, *rest: Draft([[7] * width] * len(anchors), None, None)
+    width, candidates = loop.config.num_speculative_tokens, drafter.num_candidates
+    num_rows = max(loop.config.max_num_seqs * (width + 1), loop.config.max_num_batched_tokens)
+    narrow = torch.zeros(num_rows, 1)
+    kv = torch.zeros(num_rows, drafter.config.num_layers, 2, 1, 1)
+    windows = [layer.window for layer in drafter.config.attention]
+    logits = torch.tensor([0.0, 1.0]).expand(num_rows, 2).contiguous()
+    hidden = torch.zeros(loop.config.max_num_seqs, width, 1)
+    unary = torch.zeros(loop.config.max_num_seqs, width, candidates)
+    scores = unary[:, :, None].expand(-1, -1, candidates, -1).contiguous()
+    ids = torch.zeros(unary.shape, dtype=torch.int64)
+    ids[:, :NUM_ACCEPTED] = 1
+
+    def forward(batch):
+        plan_pages(batch.attention)
+        return TargetPass(logits[: batch.num_logit_rows], narrow[: len(batch.token_ids)])
+
+    loop.runner.forward = forward
+    loop.runner.projection = lambda rows: rows
+    drafter.new_context = lambda: DraftContext(windows, 1, 1, narrow)
+    drafter.context_kv = lambda rows, positions, num_positions: kv[: len(rows)]
+    drafter.block_hidden = lambda anchors, contexts, slots: hidden[: len(anchors), :slots]
+    drafter.candidates = lambda rows: (unary[: len(rows), : rows.shape[1]], ids[: len(rows), : rows.shape[1]])
+    drafter.candidate_selector.lattice = lambda rows, unary, ids, anchors: scores[: len(rows), : rows.shape[1]]
 
 
-def watch_drafter(port) -> list[float]:
-    """Seconds spent in the drafter's side of the port, call by call."""
-    seconds: list[float] = []
+class Parts:
+    """Seconds by part of a step, each without the parts that it calls."""
 
-    def timed(call):
-        def wrapper(*arguments):
-            started = time.perf_counter()
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inside = [0.0]
+
+    def watch(self, owner, method: str, part: str) -> None:
+        """Count the calls of `owner.method` as `part`."""
+        call = getattr(owner, method)
+
+        def watched(*arguments):
+            started = time.thread_time()
+            self._inside.append(0.0)
             try:
                 return call(*arguments)
             finally:
-                seconds.append(time.perf_counter() - started)
+                took = time.thread_time() - started
+                self.seconds[part] += took - self._inside.pop()
+                self._inside[-1] += took
 
-        return wrapper
+        setattr(owner, method, watched)
 
-    port.send, port.collect = timed(port.send), timed(port.collect)
-    return seconds
+
+def watch_parts(loop) -> Parts:
+    """The parts of a step of `loop`."""
+    from dflash2_ray.runtime import target_loop
+
+    parts = Parts()
+    for owner, method, part in (
+        (loop.scheduler, "plan", "plan"),
+        (loop, "_draft", "draft"),
+        (loop.draft_port, "collect", "drafter_propose"),
+        (target_loop, "build_input_batch", "batch"),
+        (loop.runner, "forward", "page_tables"),
+        (loop.runner, "verify", "verify"),
+        (loop.scheduler, "commit", "commit"),
+        (loop, "_commit_context", "context"),
+        (loop.draft_port, "send", "drafter_commit"),
+        (loop, "_learn_step", "learn"),
+    ):
+        parts.watch(owner, method, part)
+    return parts
 
 
 def main() -> None:
@@ -82,21 +127,28 @@ def main() -> None:
         loop.add(RequestSpec(f"request-{index}", tuple(range(3, 67)), params))
     while any(not request.decodes for request in loop.scheduler.running) or loop.scheduler.waiting:
         loop.step()
+    parts = watch_parts(loop)
     profiler = cProfile.Profile()
-    times, drafter_times = [], watch_drafter(loop.draft_port)
+    steps: list[dict[str, float]] = []
     for _ in range(asked.steps):
-        drafter_times.clear()
-        started = time.perf_counter()
+        parts.seconds.clear()
+        started = time.thread_time()
         if asked.profile:
             profiler.enable()
         deltas = loop.step()
+        packing = time.thread_time()
         packed = [pack_delta(delta) for delta in deltas]
         if asked.profile:
             profiler.disable()
-        times.append(((time.perf_counter() - started) * 1e3, sum(drafter_times) * 1e3))
-        assert len(packed) == asked.requests, "every request decodes in every step"
-    whole, drafter = (round(statistics.median(column), 3) for column in zip(*times, strict=True))
-    print(json.dumps({"requests": asked.requests, "steps": asked.steps, "host_ms_per_step": whole, "of_which_drafter_ms": drafter}))
+        ended = time.thread_time()
+        whole, parts.seconds["pack"] = ended - started, ended - packing
+        rest = whole - sum(parts.seconds.values())
+        steps.append({"host": whole, "drafter": sum(parts.seconds[part] for part in DRAFTER_PARTS), **parts.seconds, "rest": rest})
+        assert [len(delta["token_ids"]) for delta in packed] == [NUM_ACCEPTED + 1] * asked.requests, "every request decodes in every step"
+    medians = {part: round(statistics.median(step[part] for step in steps) * 1e3, 3) for part in steps[0]}
+    told = {"requests": asked.requests, "steps": asked.steps}
+    told |= {"host_ms_per_step": medians.pop("host"), "of_which_drafter_ms": medians.pop("drafter"), "parts_ms": medians}
+    print(json.dumps(told))
     if asked.profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 

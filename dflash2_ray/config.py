@@ -103,6 +103,10 @@ class ServiceConfig(BaseModel):
         "auto", description="serial: draft, then verify. split: two halves of the batch, one drafted while the other is verified "
         "(needs a separate drafter). auto: chosen from measured times."
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto", description="auto: on a GPU with one target rank, what a decode step launches is captured once per size and launched as one; "
+        "off: launch by launch."
+    )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU that this service may fill.")
     num_kv_pages: int | None = Field(None, ge=1, description="KV pages; default: from the memory at hand.")
@@ -310,6 +314,7 @@ class EngineConfig:
     draft_deadline_ms: float | None  # None: follows the measured proposal times
     pipeline: Literal["serial", "split", "auto"]
     step_timeout_s: float
+    cuda_graphs: bool
     page_size: int
     num_kv_pages: int
     max_num_seqs: int
@@ -359,6 +364,7 @@ def resolve(
         draft_deadline_ms=config.draft_deadline_ms,
         pipeline="serial" if placement == "colocated" else config.pipeline,
         step_timeout_s=config.step_timeout_s,
+        cuda_graphs=config.cuda_graphs == "auto" and device == "cuda",
         page_size=config.page_size,
         num_kv_pages=pages,
         max_num_seqs=config.max_num_seqs,

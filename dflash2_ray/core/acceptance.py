@@ -19,12 +19,12 @@ class Acceptance:
         self._reached = [0.0] * num_slots
         self._accepted = [0.0] * num_slots
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """One verified block: slots up to the first rejected one were decided, the others were not."""
+    def observe(self, num_drafts: int, num_accepted: int, count: int = 1) -> None:
+        """`count` verified blocks, all alike: slots up to the first rejected one were decided, the others were not."""
         for slot in range(min(num_drafts, num_accepted + 1, self.num_slots)):
-            self._reached[slot] += 1
-            self._accepted[slot] += slot < num_accepted
-            if self._reached[slot] > _MEMORY_BLOCKS:  # halve: what is old weighs less and less
+            self._reached[slot] += count
+            self._accepted[slot] += count * (slot < num_accepted)
+            while self._reached[slot] > _MEMORY_BLOCKS:  # halve: what is old weighs less and less
                 self._reached[slot] /= 2
                 self._accepted[slot] /= 2
 

@@ -11,6 +11,7 @@ is dropped and counted, never applied. A proposal is bound to (request, epoch, b
 of them has moved on. A request whose context rows have a gap is never drafted for. Losslessness never depends on the
 drafter being right, only on `candidate_probs` being exactly what the drafted tokens were drawn from.
 
+What is made per request and step is never changed once it is made, but not frozen: a frozen dataclass takes three times as long to make.
 Row payloads are opaque here (`Any`): tensors in process, buffers on a wire.
 """
 
@@ -34,7 +35,7 @@ class Open:
     matching: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowSpan:
     """Where a run of context rows belongs: positions `first_position … first_position + num_rows - 1`."""
 
@@ -52,7 +53,7 @@ class Rows:
     rows: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """Positions `0 … base_len - 1` are committed; rows at or beyond `base_len` are void.
 
@@ -73,7 +74,7 @@ class Close:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """A proposal that the target asks for: drafts for positions `base_len + 1 … base_len + width`."""
 
@@ -83,7 +84,7 @@ class Wanted:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """A draft of `width` tokens behind the anchor at position `base_len`.
 

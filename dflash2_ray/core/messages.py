@@ -37,15 +37,12 @@ class SpeculationStats:
     histogram: list[int] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
     skipped_reason: str | None = None
     skipped_steps: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.histogram:
             self.histogram = [0] * (self.num_speculative_tokens + 1)
-        if not self.accepted_per_position:
-            self.accepted_per_position = [0] * self.num_speculative_tokens
 
     def record(self, num_drafts: int, num_committed: int, reason: str | None = None) -> None:
         """Count one step of `num_drafts` drafts that delivered `num_committed` tokens (1 … num_drafts + 1); `reason`: why there
@@ -57,8 +54,6 @@ class SpeculationStats:
             return
         self.num_draft_tokens += num_drafts
         self.histogram[num_committed - 1] += 1
-        for position in range(num_committed - 1):
-            self.accepted_per_position[position] += 1
 
     @property
     def num_spec_steps(self) -> int:
@@ -67,6 +62,11 @@ class SpeculationStats:
     @property
     def num_accepted_draft_tokens(self) -> int:
         return sum(index * count for index, count in enumerate(self.histogram))
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Steps that accepted more than so many drafts, by that number."""
+        return [sum(self.histogram[position + 1 :]) for position in range(self.num_speculative_tokens)]
 
     def as_dict(self) -> dict[str, Any]:
         """The `metrics.speculative_decoding` object of a response (keys of vLLM, and three of ours)."""
@@ -84,7 +84,7 @@ class SpeculationStats:
             "mean_acceptance_length": 1 + accepted / steps if steps else None,
             "draft_acceptance_rate": accepted / self.num_draft_tokens if self.num_draft_tokens else None,
             "acceptance_histogram": list(self.histogram),
-            "accepted_per_position": list(self.accepted_per_position),
+            "accepted_per_position": self.accepted_per_position,
         }
 
 
@@ -107,7 +107,7 @@ def cut_steps(steps: Sequence[StepCount], num_tokens: int) -> tuple[StepCount, .
     return tuple(kept)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestDelta:
     """What one step (or several, merged) brought to one request: its new tokens, and how it ended if it did.
 

@@ -21,12 +21,12 @@ class SpecCounters:
         """Tokens per verify step with drafts, bonus included; None where nothing was drafted."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
-    def record(self, num_drafts: int, num_accepted: int) -> None:
-        """One request's part of one verify step."""
+    def record(self, num_drafts: int, num_accepted: int, count: int = 1) -> None:
+        """The parts of `count` requests in one verify step, which went alike."""
         if num_drafts == 0:
             return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
+        self.num_drafts += count
+        self.num_draft_tokens += num_drafts * count
+        self.num_accepted_tokens += num_accepted * count
         for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+            self.accepted_per_position[position] += count

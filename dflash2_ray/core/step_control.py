@@ -178,10 +178,10 @@ class StepControl:
         if self.learns:
             self.draft_times.observe(num_requests, num_requests * (width + 1), seconds)
 
-    def decided(self, num_drafts: int, num_accepted: int) -> None:
-        """One verified block that has been committed."""
+    def decided(self, num_drafts: int, num_accepted: int, count: int = 1) -> None:
+        """`count` verified blocks, all alike, that have been committed."""
         if self.adapts and self._forced is None:
-            self.acceptance.observe(num_drafts, num_accepted)
+            self.acceptance.observe(num_drafts, num_accepted, count)
 
     def draft_seconds(self, num_requests: int, width: int) -> float | None:
         """Expected time of a draft pass."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from dflash2_ray.core.ledger import Ledger, Numbers
 from dflash2_ray.core.messages import RequestDelta
-from dflash2_ray.core.scheduler import Outcome, Planned
+from dflash2_ray.core.scheduler import Planned
+from dflash2_ray.core.step_sums import StepSums
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class StepLedger:
     def __init__(self) -> None:
         self._ledger = Ledger()
         self._times: dict[str, _Times] = {}
+        self._waiting: set[str] = set()  # those that no step has had yet
 
     def numbers(self) -> Numbers:
         """As they stand; any thread may ask."""
@@ -32,29 +34,18 @@ class StepLedger:
     def queued(self, request_id: str, now: float) -> None:
         """A request came."""
         self._times[request_id] = _Times(now)
+        self._waiting.add(request_id)
 
     def step(
-        self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None], deltas: Sequence[RequestDelta], started: float,
-        ended: float, draft_s: float,
+        self, planned: Sequence[Planned], sums: StepSums, deltas: Sequence[RequestDelta], started: float, ended: float, draft_s: float
     ) -> None:  # fmt: skip
         """A step that ran from `started` to `ended` and waited `draft_s` of it for drafts."""
         ledger = self._ledger
-        num_tokens, num_verified = 0, 0
-        asked = False
-        for part, outcome in zip(planned, outcomes, strict=True):
-            times = self._times.get(part.request.request_id)
-            if times is not None and times.started is None:
-                times.started = started
-            asked |= part.width > 0
-            if part.start < part.request.num_prompt_tokens:
-                num_tokens += part.num_tokens
-                if outcome is not None:
-                    ledger.add("prompt_tokens", part.request.num_prompt_tokens)
-            elif outcome is not None and outcome.drafts:
-                num_verified += 1
+        if self._waiting:
+            self._start(planned, started)
+        num_tokens = 0
         for delta in deltas:
             num_tokens += len(delta.token_ids)
-            ledger.add("generation_tokens", len(delta.token_ids))
             for num_drafts, _, reason in delta.steps:
                 if not num_drafts and reason is not None:
                     ledger.add(f"spec_skipped/{reason}")
@@ -65,15 +56,26 @@ class StepLedger:
                     times.first_token = ended
             if delta.finish_reason is not None:
                 self.ended(delta.request_id)
-        ledger.observe("iteration_tokens", num_tokens)
+        ledger.add("prompt_tokens", sums.num_finished_prompts)
+        ledger.add("generation_tokens", num_tokens)
+        ledger.observe("iteration_tokens", num_tokens + sums.num_prefill_tokens)
         ledger.observe("verify_s", ended - started - draft_s)
-        if asked:
+        if sums.asks:
             ledger.observe("draft_wait_s", draft_s)
-        if num_verified:
+        if sums.blocks:
             ledger.add("num_verify_passes")
+
+    def _start(self, planned: Sequence[Planned], started: float) -> None:
+        """Note whose first step this was."""
+        for part in planned:
+            request_id = part.request.request_id
+            if request_id in self._waiting:
+                self._waiting.discard(request_id)
+                self._times[request_id].started = started
 
     def ended(self, request_id: str) -> None:
         """A request is over, at its end or cancelled; unknown ids are ignored."""
+        self._waiting.discard(request_id)
         times = self._times.pop(request_id, None)
         if times is None or times.started is None:
             return

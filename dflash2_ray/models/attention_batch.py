@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Rows of one request: `row_start … row_start + num_rows - 1` hold its positions `kv_len - num_rows … kv_len - 1`.
 

@@ -19,20 +19,33 @@ class _Buffer:
     def __init__(self, window: int | None, num_layers: int, num_kv_heads: int, head_dim: int, like: torch.Tensor) -> None:
         self.window = window
         self.first = 0
+        self.capacity = 0
         self.rows = like.new_empty(0, num_layers, 2, num_kv_heads, head_dim)
 
     def reserve(self, num_committed: int, stop: int) -> None:
         """Room for positions up to `stop - 1`; keeps the committed rows that a later block can still see."""
-        keep = self.first if self.window is None else max(self.first, num_committed - self.window + 1)
-        capacity = self.rows.shape[0]
-        if stop - self.first <= capacity:
+        if stop - self.first <= self.capacity:
             return
+        keep = self.first if self.window is None else max(self.first, num_committed - self.window + 1)
         needed = stop - keep
-        rows = self.rows
-        if needed > capacity or keep == self.first:
-            rows = self.rows.new_empty(needed + max(_GROWTH, needed // 4), *self.rows.shape[1:])
-        rows[: num_committed - keep] = self.rows[keep - self.first : num_committed - self.first].clone()
+        rows, kept = self.rows, self.rows[keep - self.first : num_committed - self.first]
+        if needed > self.capacity or keep == self.first:
+            self.capacity = needed + max(_GROWTH, needed // 4)
+            rows = self.rows.new_empty(self.capacity, *self.rows.shape[1:])
+        else:
+            kept = kept.clone()  # it moves within its own memory
+        rows[: num_committed - keep] = kept
         self.rows, self.first = rows, keep
+
+    def place(self, rows: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the rows [n = count, L, 2, K, D] of the next n positions belong, and those of them that are to be kept; `start`: how
+        many are committed."""
+        stop = start + count
+        if self.window is not None and count >= self.window:  # only the tail can ever be seen
+            self.first = stop - self.window + 1
+            rows, start = rows[self.first - start :], self.first
+        self.reserve(start, stop)
+        return self.rows[start - self.first : stop - self.first], rows
 
 
 class DraftContext:
@@ -50,21 +63,9 @@ class DraftContext:
             self._homes.append((buffers[window], place))
         self._buffers = buffers
 
-    @torch.inference_mode()
     def append(self, rows: torch.Tensor) -> None:
         """Commit rows [n, layers, 2, K, D] for the next n positions (overwriting whatever a block left there)."""
-        count = rows.shape[0]
-        for window, buffer in self._buffers.items():
-            own = rows[:, self._layers[window]] if len(self._buffers) > 1 else rows
-            start, stop = self.num_committed, self.num_committed + count
-            if window is not None and count >= window:  # only the tail can ever be seen
-                buffer.first = start = stop - window + 1
-                own = own[count - window + 1 :]
-                buffer.reserve(start, stop)
-            else:
-                buffer.reserve(start, stop)
-            buffer.rows[start - buffer.first : stop - buffer.first] = own
-        self.num_committed += count
+        append_all([self], rows, [rows.shape[0]])
 
     @torch.inference_mode()
     def reserve_block(self, num_rows: int) -> None:
@@ -92,3 +93,25 @@ class DraftContext:
     def num_kept_rows(self) -> dict[int | None, int]:
         """Committed rows held, by window."""
         return {window: self.num_committed - buffer.first for window, buffer in self._buffers.items()}
+
+    def places(self, rows: torch.Tensor, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Commit `count` rows, whose copying is left to the caller: (where, what), layers of one window at a time."""
+        start = self.num_committed
+        self.num_committed += count
+        if len(self._buffers) == 1:
+            return [buffer.place(rows, start, count) for buffer in self._buffers.values()]
+        return [buffer.place(rows[:, self._layers[window]], start, count) for window, buffer in self._buffers.items()]
+
+
+@torch.inference_mode()
+def append_all(contexts: Sequence[DraftContext], rows: torch.Tensor, counts: list[int]) -> None:
+    """Commit the next counts[i] rows of [sum of counts, layers, 2, K, D] to contexts[i]; all are copied by one call. A context that comes
+    twice is given its first rows before its buffers may move."""
+    if len(set(contexts)) < len(contexts) > 1:
+        for context, own in zip(contexts, rows.split(counts), strict=True):
+            context.append(own)
+        return
+    places = [
+        place for context, own, count in zip(contexts, rows.split(counts), counts, strict=True) for place in context.places(own, count)
+    ]
+    torch._foreach_copy_([where for where, _ in places], [what for _, what in places])

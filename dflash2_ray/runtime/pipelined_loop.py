@@ -34,7 +34,7 @@ failure_log = FailureLog(logging.getLogger(__name__))
 _LEAST_GAP_ROWS = 8  # a prefill chunk below this is not worth a pass of its own
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """What was settled for a request's next step: a proposal on its way, or (width 0) none. `needed_width`: what the step will
     verify; the draft may be wider. `ask`: number of the `ask` call that it went out with."""

@@ -27,7 +27,9 @@ from dflash2_ray.core.scheduler import Outcome, Planned, Scheduler
 from dflash2_ray.core.spec_counters import SpecCounters
 from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.core.step_ledger import StepLedger
+from dflash2_ray.core.step_sums import StepSums
 from dflash2_ray.errors import InvalidRequest, UnitLost
+from dflash2_ray.runtime.cuda_graphs import GraphPool
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.operators import report_operators
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
@@ -134,8 +136,12 @@ class TargetLoop:
 
     def _load(self) -> Load:
         """What is decoding now: counts, and limits that requests came with."""
-        decoding = (request for request in self.scheduler.running if request.decodes)
-        return Load.of(Counter(one.num_speculative_tokens if one.draftable else 0 for one in decoding))
+        limits: dict[int, int] = {}
+        for request in self.scheduler.running:
+            if request.decodes:
+                limit = request.num_speculative_tokens if request.draftable else 0
+                limits[limit] = limits.get(limit, 0) + 1
+        return Load.of(limits)
 
     def _draft(self, planned: Sequence[Planned]) -> dict[str, Proposal]:
         """Ask for drafts and wait for them."""
@@ -189,7 +195,7 @@ class TargetLoop:
         proposals: dict[str, Proposal] = {}
         for proposal in proposed:
             asked = wanted.get(proposal.request_id)
-            fits = asked is not None and (proposal.epoch, proposal.base_len) == (asked.epoch, asked.base_len)
+            fits = asked is not None and proposal.epoch == asked.epoch and proposal.base_len == asked.base_len
             if fits and 0 < len(proposal.token_ids) <= asked.width:  # type: ignore[union-attr]
                 proposals[proposal.request_id] = _cut(proposal, widths[proposal.request_id])
             else:
@@ -228,15 +234,16 @@ class TargetLoop:
         self._commit_context(planned, batch, result)
         ended = self._clock()
         seconds = ended - started - draft_s
-        self._learn_step(planned, outcomes, seconds, draft_s)
-        self.step_ledger.step(planned, outcomes, deltas, started, ended, draft_s)
+        sums = StepSums.of(planned, outcomes)
+        self._learn_step(sums, seconds, draft_s)
+        self.step_ledger.step(planned, sums, deltas, started, ended, draft_s)
         self._add_phases(planned, proposals, started, draft_s, seconds)
         return deltas
 
     def _verify(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal]
     ) -> tuple[InputBatch, TargetPass, list[Outcome | None]]:
-        batch = build_input_batch(planned, proposals, self.pool, self.config.page_size, self.config.device)
+        batch = build_input_batch(planned, proposals, self.pool, self.config.page_size)
         result = self.runner.forward(batch)
         self.runner.prompt_logprobs(result, batch, planned)
         return batch, result, self.runner.verify(result, planned, proposals)
@@ -291,6 +298,8 @@ class TargetLoop:
 
     def _tell_departures(self) -> None:
         departed = self.scheduler.take_departed()
+        if not departed:
+            return
         for request_id, _ in departed:
             self.runner.shapers.forget(request_id)
         if self.draft_port is None:
@@ -305,24 +314,15 @@ class TargetLoop:
 
     # ---- measurements ---------------------------------------------------------------------------------------------
 
-    def _learn_step(
-        self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None], seconds: float, draft_s: float
-    ) -> None:
+    def _learn_step(self, sums: StepSums, seconds: float, draft_s: float) -> None:
         """Tell the control what a committed step took and accepted. Steps that mix prefill and decoding tell no times."""
-        rows = tokens = num_decoding = 0
-        for part, outcome in zip(planned, outcomes, strict=True):
-            rows += part.num_tokens
-            if outcome is not None and part.start >= part.request.num_prompt_tokens:
-                num_decoding += 1
-                rows += len(outcome.drafts)
-                tokens += outcome.num_accepted + 1
-                if outcome.drafts:
-                    self.spec_counters.record(len(outcome.drafts), outcome.num_accepted)
-                    self.control.decided(len(outcome.drafts), outcome.num_accepted)
-        if num_decoding == len(planned):
-            self.control.verified(num_decoding, rows, seconds, tokens, draft_s)
-        elif num_decoding == 0:
-            self.control.prefilled(len(planned), rows, seconds)
+        for (num_drafts, num_accepted), count in sums.blocks.items():
+            self.spec_counters.record(num_drafts, num_accepted, count)
+            self.control.decided(num_drafts, num_accepted, count)
+        if sums.num_decoding == sums.num_requests:
+            self.control.verified(sums.num_decoding, sums.num_rows, seconds, sums.num_decided, draft_s)
+        elif sums.num_decoding == 0:
+            self.control.prefilled(sums.num_requests, sums.num_rows, seconds)
 
     def _add_phases(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal], started: float, draft_s: float, seconds: float
@@ -352,6 +352,7 @@ class TargetLoop:
             "eos_token_ids": sorted(self.eos_token_ids),
             "config": self.config.as_dict(),
             "operators": report_operators(self.config.device, self.config.dtype, drafts=self.draft_port is not None),
+            "cuda_graphs": {one.name: one.describe() for one in self._graphs()},
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": len(self.scheduler.waiting),
             "num_free_pages": self.pool.num_free,
@@ -363,6 +364,11 @@ class TargetLoop:
             "step_control": self.control.describe(),
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
+
+    def _graphs(self) -> list[GraphPool[Any]]:
+        """The graphs of this process."""
+        of_target = None if self.runner.verify_graphs is None else self.runner.verify_graphs.graphs
+        return [one for one in (of_target, getattr(self.draft_port, "graphs", None)) if one is not None]
 
     def numbers(self) -> Numbers:
         """What this loop and its draft port have counted (`core.ledger`); any thread may ask."""

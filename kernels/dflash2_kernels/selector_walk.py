@@ -16,6 +16,7 @@ Bytes: reads R·S·(r·(C + 2) values + 12·C) and 32·R, writes R·S·(4·C + 8
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from dflash2_kernels.ahead_of_time import CompileCase
@@ -41,13 +42,24 @@ def selector_lattice_reference(
     return torch.matmul(gated, successors.float().transpose(-1, -2)) + unary[:, :, None]
 
 
-def follow(choices: list[list[int]]) -> list[int]:
-    """Indices along one path: choices[t][p] is the candidate chosen at slot t behind predecessor index p."""
-    path, previous = [], 0
-    for row in choices:
-        previous = row[previous]
-        path.append(previous)
-    return path
+def follow(choices: torch.Tensor) -> torch.Tensor:
+    """Indices [n, S] along the path of each of n blocks: choices[b, t, p] is the candidate chosen at slot t behind predecessor p."""
+    table = choices.cpu().numpy()
+    path = np.zeros(table.shape[:2], dtype=np.int64)
+    blocks, previous = np.arange(len(table)), np.zeros(len(table), dtype=np.int64)
+    for slot in range(table.shape[1]):
+        path[:, slot] = previous = table[blocks, slot, previous]
+    return torch.from_numpy(path).to(choices.device)
+
+
+def follow_best(scores: torch.Tensor) -> torch.Tensor:
+    """`follow(scores.argmax(-1))` for scores [n, S, C, C] in host memory, looking at the rows of the path only."""
+    table = scores.numpy()
+    path = np.zeros(table.shape[:2], dtype=np.int64)
+    blocks, previous = np.arange(len(table)), np.zeros(len(table), dtype=np.int64)
+    for slot in range(table.shape[1]):
+        path[:, slot] = previous = table[blocks, slot, previous].argmax(-1)
+    return torch.from_numpy(path)
 
 
 def inverse_cdf(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -84,6 +96,8 @@ def walk_lattice(
 
     temperatures [R] fp32 > 0; uniforms [R, S] for requests that DRAW; exponentials [M, S, C] fp64 for the M that RACE, in order.
     """
+    if scores.shape[2] > 1 and scores.device.type == "cpu" and all(rule == GREEDY for rule in rules):
+        return follow_best(scores), None
     choices = scores.argmax(-1)
     probs = None
     if any(rule in (DRAW, RACE) for rule in rules):
@@ -100,7 +114,7 @@ def walk_lattice(
             choices = torch.where(draws[:, None, None], drawn, choices)
     if scores.shape[2] == 1:  # every slot for itself, whatever came before
         return choices[:, :, 0], probs
-    return torch.tensor([follow(one) for one in choices.tolist()], device=scores.device).view(choices.shape[:2]), probs
+    return follow(choices), probs
 
 
 def realised_rows(lattice: torch.Tensor, path: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,12 @@
 properties of the walk and of its inverse CDF."""
 
 import itertools
-import random
 
 import pytest
 import torch
 
 from dflash2_kernels.grouped_conv import grouped_conv, grouped_conv_reference
-from dflash2_kernels.selector_walk import follow, inverse_cdf, selector_lattice_reference
+from dflash2_kernels.selector_walk import follow, follow_best, inverse_cdf, selector_lattice_reference
 
 LAST = 1 - 2.0**-24
 
@@ -164,20 +163,20 @@ def test_the_lattice_is_the_sum_over_the_rank(blocks, slots, candidates, rank, d
 
 
 def test_follow_walks_from_the_anchor():
-    assert follow([]) == []
-    assert follow([[2, 0, 1]]) == [2]
-    assert follow([[2, 0, 1], [9, 9, 1], [7, 5, 7]]) == [2, 1, 5]
+    assert follow(torch.zeros(2, 0, 3, dtype=torch.int64)).shape == (2, 0)
+    assert follow(torch.tensor([[[2, 0, 1]]])).tolist() == [[2]]
+    assert follow(torch.tensor([[[2, 0, 1], [9, 9, 1], [7, 5, 7]]])).tolist() == [[2, 1, 5]]
 
 
 def test_follow_is_the_walk_step_by_step():
-    generator = random.Random(0)
-    for _ in range(50):
-        candidates = generator.randint(1, 6)
-        choices = [[generator.randrange(candidates) for _ in range(candidates)] for _ in range(generator.randint(1, 8))]
-        path = follow(choices)
-        assert len(path) == len(choices)
-        assert path[0] == choices[0][0]
-        assert all(path[t] == choices[t][path[t - 1]] for t in range(1, len(path)))
+    generator = torch.Generator().manual_seed(0)
+    for blocks, slots, candidates in ((1, 1, 1), (1, 8, 6), (5, 3, 2), (64, 7, 16)):
+        scores = torch.randint(0, 4, (blocks, slots, candidates, candidates), generator=generator).float()  # full of ties
+        choices = scores.argmax(-1)
+        for path in (follow(choices).tolist(), follow_best(scores).tolist()):
+            for own, chosen in zip(path, choices.tolist(), strict=True):
+                assert own[0] == chosen[0][0]
+                assert all(own[t] == chosen[t][own[t - 1]] for t in range(1, slots))
 
 
 # ---- inverse CDF ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import Qwen3Config
 
 from dflash2_kernels.selector_walk import DRAW, GREEDY, RACE, selector_walk
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
+from dflash2_ray.models.draft_context import DraftContext, append_all
 from dflash2_ray.models.drafter_config import read_drafter_config
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.sampling.noise import Purpose, uniforms
@@ -274,6 +275,25 @@ def test_windowed_contexts_keep_only_their_window(tmp_path):
 
 
 # ---- anchor, candidates, selector -------------------------------------------------------------------------------------
+
+
+def test_contexts_grow_together_as_each_alone():
+    generator = torch.Generator().manual_seed(0)
+
+    def contexts():
+        return [DraftContext([None, 5, None], 1, 2, torch.empty(0)) for _ in range(3)]
+
+    together, alone = contexts(), contexts()
+    for order in ((0, 1, 2), (2, 0), (1, 1, 0), (0, 0, 2, 2)):  # twice in one call as well
+        counts = [int(one) for one in torch.randint(1, 90, (len(order),), generator=generator)]
+        rows = torch.randn(sum(counts), 3, 2, 1, 2, generator=generator)
+        append_all([together[index] for index in order], rows, counts)
+        for index, own in zip(order, rows.split(counts), strict=True):
+            alone[index].append(own)
+        for one, other in zip(together, alone, strict=True):
+            assert one.num_committed == other.num_committed
+            for layer in range(3):
+                assert all(torch.equal(a, b) for a, b in zip(one.view(layer, 0)[:2], other.view(layer, 0)[:2], strict=True))
 
 
 def test_b13_block_is_anchor_then_masks(tmp_path, monkeypatch):
