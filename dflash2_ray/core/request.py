@@ -117,7 +117,10 @@ class Request:
     @property
     def draft_width(self) -> int:
         """Draft slots that this request can use in its next step, whatever the load."""
-        return min(self.num_speculative_tokens, self.num_remaining_tokens) if self.draftable else 0
+        if not self.draftable:
+            return 0
+        remaining = self.max_tokens + self.num_prompt_tokens - len(self.token_ids)
+        return remaining if remaining < self.num_speculative_tokens else self.num_speculative_tokens
 
     @property
     def prefill_goal(self) -> int:
@@ -138,6 +141,9 @@ class Request:
         """
         room = self.num_remaining_tokens
         kept = committed[:room]
+        if self.stop_token_ids.isdisjoint(kept) and self.eos_token_ids.isdisjoint(kept):
+            self.token_ids += kept
+            return kept, "length" if len(kept) == room else None, None
         for index, token_id in enumerate(kept):
             if token_id in self.stop_token_ids or token_id in self.eos_token_ids:
                 kept = kept[: index + 1]

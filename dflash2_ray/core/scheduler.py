@@ -121,15 +121,17 @@ class Scheduler:
         planned: list[Planned] = []
         budget = min(self.max_num_batched_tokens, num_tokens or self.max_num_batched_tokens)
         preempted_before = self.num_preemptions
-        decoding = [request for request in self.running if request.decodes]
-        prefilling = [request for request in self.running if not request.decodes] if len(decoding) < len(self.running) else []
-        for request in decoding + prefilling:  # a long prefill starves no decode
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in self.running:
+            (decoding if request.decodes else prefilling).append(request)
+        for index, request in enumerate(decoding + prefilling):  # a long prefill starves no decode
             if request.state is not RequestState.RUNNING:  # preempted for an older one in this very loop
                 continue
             if takes is not None and not takes(request):
                 continue
             most = widths.get(request.request_id, 0) if isinstance(widths, Mapping) else widths
-            part = self._plan_running(request, budget, most)
+            part = self._plan_running(request, budget, most, decodes=index < len(decoding))
             if part is not None:
                 planned.append(part)
                 budget -= part.num_tokens + part.width
@@ -143,10 +145,12 @@ class Scheduler:
             budget -= part.num_tokens
         return planned
 
-    def _plan_running(self, request: Request, budget: int, most: int | None) -> Planned | None:
-        if request.decodes:
+    def _plan_running(self, request: Request, budget: int, most: int | None, *, decodes: bool) -> Planned | None:
+        if decodes:
             num_tokens = 1
-            width = request.draft_width if most is None else min(request.draft_width, most)
+            width = request.draft_width
+            if most is not None and most < width:
+                width = most
             samples = True
         else:
             num_tokens = min(request.prefill_goal - request.num_computed, budget)

@@ -64,7 +64,8 @@ class LineServer:
         self._on_refused, self._notice = on_refused, notice
         self._token = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
-        self._channels: dict[AsyncChannel, Line] = {}
+        self._channels: set[AsyncChannel] = set()
+        self._fronts: set[Line] = set()  # that have introduced themselves
         self.address: dict[str, Any] = {}
 
     async def start(self, host: str, unit: str) -> None:
@@ -74,17 +75,19 @@ class LineServer:
 
     def tell(self) -> None:
         """Send all fronts the notice, because it changed."""
-        for line in self._channels.values():
-            line.tell(self._notice())
+        notice = self._notice()
+        for line in self._fronts:
+            line.tell(notice)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = AsyncChannel(reader, writer)
         line = Line(channel)
-        self._channels[channel] = line
+        self._channels.add(channel)
         try:
             hello = await asyncio.wait_for(channel.receive(), _HELLO_TIMEOUT_S)
             if not isinstance(hello, dict) or not hmac.compare_digest(str(hello.get("token", "")), self._token):
                 return
+            self._fronts.add(line)
             line.tell(self._notice())
             while True:
                 message = await channel.receive()
@@ -100,7 +103,8 @@ class LineServer:
         except (ChannelClosed, TimeoutError, ValueError, KeyError, TypeError):
             return
         finally:
-            del self._channels[channel]
+            self._channels.discard(channel)
+            self._fronts.discard(line)
             channel.close()
             self._on_gone(line)
 

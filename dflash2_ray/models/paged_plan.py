@@ -6,10 +6,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dflash2_kernels.paged_attention import OPERATOR, paged_attention
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
+from dflash2_ray.models.integers import integers
 from dflash2_ray.models.upload import upload
 
 _SHORT = 32  # rows; a launch is sized by its longest span, so prompts' chunks get one of their own
@@ -67,7 +69,7 @@ def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> Laun
         numbers += [*column, *([0] * (room - size))]
     for span, count in zip(spans, counts, strict=True):
         numbers += [*span.page_ids[:count], *([0] * (width - count))]
-    flat = upload(torch.tensor(numbers, dtype=torch.int32), device)  # one copy for all
+    flat = upload(integers(numbers, np.int32), device)  # one copy for all
     return Launch(
         flat[:size], flat[room : room + size], flat[2 * room : 2 * room + size], flat[3 * room :].view(size, width),
         max(span.num_rows for span in spans), max(span.kv_len for span in spans),

@@ -26,6 +26,7 @@ from dflash2_ray.models.tensor_files import TensorFiles
 from dflash2_ray.models.tensor_parallel import Shard
 from dflash2_ray.runtime.cuda_graphs import CudaBackend
 from dflash2_ray.runtime.draft_link import RemoteDraftPort
+from dflash2_ray.runtime.draft_rounds import DraftRounds
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
 from dflash2_ray.runtime.pipelined_loop import PipelinedLoop
@@ -143,9 +144,9 @@ def build_from_blueprint(
         followers=followers,
         grammars=functools.partial(GrammarState, vocabulary),
     )
-    if uses_graphs(engine):
+    if engine.cuda_graphs and target.shard.size == 1 and kernels_run(torch.device(engine.device)):  # one rank decides alone what it runs
         limits = Limits(engine.max_num_seqs, engine.num_speculative_tokens + 1, engine.max_model_len, engine.page_size)
-        runner.graphs = VerifyGraphs(target, projection, runner.cache, limits, CudaBackend())
+        runner.verify_graphs = VerifyGraphs(target, projection, runner.cache, limits, CudaBackend())
     loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
     return loop_class(
         engine,
@@ -154,11 +155,6 @@ def build_from_blueprint(
         eos_token_ids=frozenset(defaults.eos_token_ids),
         vocab_size=blueprint.target.vocab_size,
     )
-
-
-def uses_graphs(engine: EngineConfig) -> bool:
-    """Whether decode steps go out as graphs: where kernels take their tables from the device, and one rank decides alone when it runs what."""
-    return engine.cuda_graphs and engine.tensor_parallel_size == 1 and kernels_run(torch.device(engine.device))
 
 
 def build_drafter_runner(blueprint: Blueprint, share: TargetShare | None = None) -> DrafterRunner:
@@ -173,4 +169,16 @@ def build_drafter_runner(blueprint: Blueprint, share: TargetShare | None = None)
     drafter = load_drafter(
         blueprint.drafter_folder, blueprint.drafter_config, share, dtype=engine.dtype, device=engine.device
     )
-    return DrafterRunner(drafter, max_num_requests=engine.max_num_seqs)
+    rounds = None
+    if kernels_run(torch.device(engine.device)):
+        block = engine.num_speculative_tokens + 1
+        scratch = engine.max_num_seqs * -(-block // engine.page_size)  # a block's own rows, behind what the target holds pages for
+        rounds = DraftRounds(
+            drafter,
+            drafter.new_pages(engine.num_kv_pages + scratch, engine.page_size),
+            max_num_requests=engine.max_num_seqs,
+            num_block_rows=block,
+            num_positions=min(engine.max_model_len + block, engine.drafter_max_model_len),
+            backend=CudaBackend() if engine.cuda_graphs else None,
+        )
+    return DrafterRunner(drafter, max_num_requests=engine.max_num_seqs, rounds=rounds)

@@ -18,6 +18,7 @@ Results = dict[str, torch.Tensor]
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 _STEPS = (1, 2, 4, 8)
+_LEAST_REACH = 1024  # positions
 
 
 @dataclass(frozen=True)
@@ -125,3 +126,12 @@ def next_bucket(count: int, most: int) -> int:
         step = 8 if count <= 32 else 16
         bucket = -(-count // step) * step
     return min(bucket, most)
+
+
+def next_reach(num_positions: int, most: int) -> int:
+    """The bucket of a number of positions, which page tables and attention are sized by: 1024, or the next that is four times the one
+    before; `most` at most."""
+    reach = _LEAST_REACH
+    while reach < num_positions:
+        reach *= 4
+    return min(reach, most)

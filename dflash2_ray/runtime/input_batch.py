@@ -12,6 +12,7 @@ from dflash2_ray.core.draft_port import Proposal
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.scheduler import Planned
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
+from dflash2_ray.models.integers import integers
 from dflash2_ray.models.upload import upload
 
 
@@ -64,22 +65,23 @@ def build_input_batch(
     logit_rows: list[int] = []
     prompt_rows: list[int] = []
     for part in planned:
-        request = part.request
+        request, start = part.request, part.start
         row_start = len(token_ids)
         row_starts.append(row_start)
-        token_ids.extend(request.token_ids[part.start : part.start + part.num_tokens])
+        token_ids += request.token_ids[start : start + part.num_tokens]
         proposal = proposals.get(request.request_id)
         if proposal is not None:
-            token_ids.extend(proposal.token_ids)
-        num_rows = len(token_ids) - row_start
+            token_ids += proposal.token_ids
+        row_stop = len(token_ids)
+        stop = start + row_stop - row_start
         pages = pool.table(request.request_id)
-        positions.extend(range(part.start, part.start + num_rows))
-        slots.extend(_slots(pages, page_size, part.start, part.start + num_rows))
-        spans.append(Span(row_start, num_rows, part.start + num_rows, pages))
+        positions += range(start, stop)
+        _add_slots(slots, pages, page_size, start, stop)
+        spans.append(Span(row_start, row_stop - row_start, stop, pages))
         if part.samples:
-            logit_rows.extend(range(row_start + part.num_tokens - 1, row_start + num_rows))
-        for position in request.wanted_prompt_positions(part.start, part.num_tokens):
-            prompt_rows.append(row_start + position - part.start)
+            logit_rows += range(row_start + part.num_tokens - 1, row_stop)
+        if request.prompt_logprobs is not None:
+            prompt_rows += [row_start + position - start for position in request.wanted_prompt_positions(start, part.num_tokens)]
     num_sampling_rows = len(logit_rows)
     every_row = num_sampling_rows == len(token_ids)
     logit_rows += prompt_rows
@@ -107,16 +109,16 @@ def lay_out(
     )
 
 
-def _slots(pages: Sequence[int], page_size: int, start: int, stop: int) -> list[int]:
-    """Cache rows of positions start … stop - 1, page by page."""
-    slots: list[int] = []
+def _add_slots(slots: list[int], pages: Sequence[int], page_size: int, start: int, stop: int) -> None:
+    """Append the cache rows of positions start … stop - 1, page by page."""
     while start < stop:
         index, offset = divmod(start, page_size)
-        count = min(page_size - offset, stop - start)
         first = pages[index] * page_size + offset
-        slots.extend(range(first, first + count))
+        count = page_size - offset
+        if count > stop - start:
+            count = stop - start
+        slots += range(first, first + count)
         start += count
-    return slots
 
 
 def _together(columns: Sequence[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -126,5 +128,5 @@ def _together(columns: Sequence[list[int]]) -> tuple[torch.Tensor, list[torch.Te
     for column in columns:
         starts.append(len(numbers))
         numbers += [*column, 0] if len(column) % 2 else column
-    whole = torch.tensor(numbers, dtype=torch.int64)
+    whole = integers(numbers)
     return whole, [whole[start : start + len(column)] for start, column in zip(starts, columns, strict=True)]

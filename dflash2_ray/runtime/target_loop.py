@@ -29,10 +29,10 @@ from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.core.step_ledger import StepLedger
 from dflash2_ray.core.step_sums import StepSums
 from dflash2_ray.errors import InvalidRequest, UnitLost
+from dflash2_ray.runtime.cuda_graphs import GraphPool
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.operators import report_operators
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
-from dflash2_ray.runtime.verify_graphs import VerifyGraphs
 
 failure_log = FailureLog(logging.getLogger(__name__))
 
@@ -136,8 +136,12 @@ class TargetLoop:
 
     def _load(self) -> Load:
         """What is decoding now: counts, and limits that requests came with."""
-        decoding = (request for request in self.scheduler.running if request.decodes)
-        return Load.of(Counter(one.num_speculative_tokens if one.draftable else 0 for one in decoding))
+        limits: dict[int, int] = {}
+        for request in self.scheduler.running:
+            if request.decodes:
+                limit = request.num_speculative_tokens if request.draftable else 0
+                limits[limit] = limits.get(limit, 0) + 1
+        return Load.of(limits)
 
     def _draft(self, planned: Sequence[Planned]) -> dict[str, Proposal]:
         """Ask for drafts and wait for them."""
@@ -191,7 +195,7 @@ class TargetLoop:
         proposals: dict[str, Proposal] = {}
         for proposal in proposed:
             asked = wanted.get(proposal.request_id)
-            fits = asked is not None and (proposal.epoch, proposal.base_len) == (asked.epoch, asked.base_len)
+            fits = asked is not None and proposal.epoch == asked.epoch and proposal.base_len == asked.base_len
             if fits and 0 < len(proposal.token_ids) <= asked.width:  # type: ignore[union-attr]
                 proposals[proposal.request_id] = _cut(proposal, widths[proposal.request_id])
             else:
@@ -294,6 +298,8 @@ class TargetLoop:
 
     def _tell_departures(self) -> None:
         departed = self.scheduler.take_departed()
+        if not departed:
+            return
         for request_id, _ in departed:
             self.runner.shapers.forget(request_id)
         if self.draft_port is None:
@@ -346,7 +352,7 @@ class TargetLoop:
             "eos_token_ids": sorted(self.eos_token_ids),
             "config": self.config.as_dict(),
             "operators": report_operators(self.config.device, self.config.dtype, drafts=self.draft_port is not None),
-            "cuda_graphs": {one.pool.name: one.describe() for one in self._graphs()},
+            "cuda_graphs": {one.name: one.describe() for one in self._graphs()},
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": len(self.scheduler.waiting),
             "num_free_pages": self.pool.num_free,
@@ -359,9 +365,10 @@ class TargetLoop:
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
 
-    def _graphs(self) -> list[VerifyGraphs]:
-        """Whose launches go out as graphs in this process."""
-        return [one for one in (self.runner.graphs,) if one is not None]
+    def _graphs(self) -> list[GraphPool[Any]]:
+        """The graphs of this process."""
+        of_target = None if self.runner.verify_graphs is None else self.runner.verify_graphs.graphs
+        return [one for one in (of_target, getattr(self.draft_port, "graphs", None)) if one is not None]
 
     def numbers(self) -> Numbers:
         """What this loop and its draft port have counted (`core.ledger`); any thread may ask."""

@@ -12,6 +12,7 @@ import torch
 from dflash2_ray.core.draft_port import Proposal
 from dflash2_ray.core.scheduler import Outcome, Planned
 from dflash2_ray.errors import UnitLost
+from dflash2_ray.models.integers import integers
 from dflash2_ray.models.target import Target
 from dflash2_ray.models.upload import upload
 from dflash2_ray.runtime.input_batch import InputBatch
@@ -35,9 +36,9 @@ class TargetPass:
 class TargetRunner:
     """Rank 0 of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter; `followers` are
     the other ranks, None for a single one; `grammars` makes what constrains an output, None where that is not offered.
-    `graphs`: passes that are one launch, where that is used."""
+    `verify_graphs`: passes that are one launch, where that is used."""
 
-    graphs: VerifyGraphs | None = None
+    verify_graphs: VerifyGraphs | None = None
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class TargetRunner:
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> TargetPass:
         """One pass over the batch, on every rank; stores its keys and values. Raises UnitLost when a rank is gone."""
-        if self.graphs is not None:
-            results = self.graphs.run(batch)
+        if self.verify_graphs is not None:
+            results = self.verify_graphs.run(batch)
             if results is not None:
                 return TargetPass(results["logits"], None, results.get("context_rows"))
         if self.followers is None:
@@ -79,35 +80,40 @@ class TargetRunner:
         sampling = [part for part in planned if part.samples]
         if not sampling:
             return [None] * len(planned)
-        drafts = [_draft(proposals, part) for part in sampling]
-        params = [part.request.params for part in sampling]
+        requests = [part.request for part in sampling]
+        drafts = [proposals.get(request.request_id) for request in requests]
+        params = [request.params for request in requests]
         rows = VerifyRows(
             num_drafts=[len(draft.token_ids) if draft else 0 for draft in drafts],
-            drafts=[list(draft.token_ids) if draft else [] for draft in drafts],
+            drafts=[draft.token_ids if draft else () for draft in drafts],
             candidate_ids=[draft.candidate_ids if draft else None for draft in drafts],
             candidate_probs=[draft.candidate_probs if draft else None for draft in drafts],
             temperature=[param.temperature for param in params],
             top_k=[param.top_k for param in params],
             top_p=[param.top_p for param in params],
             min_p=[param.min_p for param in params],
-            seed=[part.request.seed for part in sampling],
-            first_position=[len(part.request.token_ids) for part in sampling],
-            matching=[part.request.matching for part in sampling],
+            seed=[request.seed for request in requests],
+            first_position=[len(request.token_ids) for request in requests],
+            matching=[request.matching for request in requests],
         )
         assert result.logits is not None, "a batch with sampling rows has logits"
         logits = result.logits[: sum(rows.num_drafts) + len(sampling)]
-        shaped, dead = self.shapers.shape(logits, [part.request for part in sampling], rows.drafts)
+        shaped, dead = self.shapers.shape(logits, requests, rows.drafts)
         verdict = verify(shaped, rows)
         outcomes: list[Outcome | None] = []
         start = 0
-        for part, drafted, accepted, token in zip(sampling, rows.drafts, verdict.num_accepted, verdict.next_token, strict=True):
-            accepted = next((row for row in range(accepted) if start + row in dead), accepted)  # a lost row decides nothing
-            lost = dead.get(start + accepted)
-            decided = [*drafted[:accepted], token]
-            count = part.request.params.logprobs
-            told = None if count is None else token_logprobs(logits[start : start + accepted + 1], decided, count)
+        for param, drafted, accepted, token in zip(params, rows.drafts, verdict.num_accepted, verdict.next_token, strict=True):
+            lost = None
+            if dead:
+                accepted = next((row for row in range(accepted) if start + row in dead), accepted)  # a lost row decides nothing
+                lost = dead.get(start + accepted)
+            told = None
+            if param.logprobs is not None:
+                told = token_logprobs(logits[start : start + accepted + 1], [*drafted[:accepted], token], param.logprobs)
             outcomes.append(Outcome(drafted, accepted, token if lost is None else None, told, lost))
             start += len(drafted) + 1
+        if len(sampling) == len(planned):
+            return outcomes
         found = iter(outcomes)
         return [next(found) if part.samples else None for part in planned]
 
@@ -117,10 +123,11 @@ class TargetRunner:
         start = batch.num_sampling_rows
         for part in planned:
             request = part.request
+            if request.prompt_logprobs is None:
+                continue
             positions = request.wanted_prompt_positions(part.start, part.num_tokens)
             if positions:
                 assert result.logits is not None, "wanted rows have logits"
-                assert request.prompt_logprobs is not None, "positions are wanted only where they are told"
                 tokens = [request.token_ids[position + 1] for position in positions]
                 count = request.params.prompt_logprobs or 0
                 request.prompt_logprobs += token_logprobs(result.logits[start : start + len(tokens)], tokens, count)
@@ -136,9 +143,5 @@ class TargetRunner:
         assert result.features is not None, "the target was loaded without taps"
         features = result.features
         if len(rows) != features.shape[0]:
-            features = features.index_select(0, upload(torch.tensor(rows), features.device))
+            features = features.index_select(0, upload(integers(rows), features.device))
         return self.projection(features)
-
-
-def _draft(proposals: Mapping[str, Proposal], part: Planned) -> Proposal | None:
-    return proposals.get(part.request.request_id)

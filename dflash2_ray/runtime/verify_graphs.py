@@ -6,19 +6,17 @@ becomes of the results. Shapes: T rows, R requests, V vocabulary, H drafter hidd
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dflash2_ray.models.attention import AttentionPlan, KVCache
 from dflash2_ray.models.paged_plan import Launch, PagedPlan
 from dflash2_ray.models.target import Target
-from dflash2_ray.runtime.cuda_graphs import GraphBackend, GraphPool, Results, next_bucket
+from dflash2_ray.runtime.cuda_graphs import GraphBackend, GraphPool, Results, next_bucket, next_reach
 from dflash2_ray.runtime.input_batch import InputBatch
 from dflash2_ray.runtime.static_inputs import Column, StaticInputs
 
 _MOST_ROWS = 512  # a larger pass keeps the device busy for longer than its launches take
-_LEAST_REACH = 1024  # positions; a bucket reaches four times as far as the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class VerifyGraphs:
     def __init__(
         self, target: Target, projection: torch.nn.Module | None, cache: KVCache, limits: Limits, backend: GraphBackend
     ) -> None:
-        self.pool: GraphPool[_Bucket] = GraphPool("verification", backend)
+        self.graphs: GraphPool[_Bucket] = GraphPool("verification", backend)
         self._target = target
         self._projection = projection
         self._cache = cache
@@ -61,7 +59,7 @@ class VerifyGraphs:
         """`logits` [T, V] of every row and, with a drafter, `context_rows` [T, H]; they stand until the next run. None where the batch
         has to run launch by launch."""
         bucket = self._bucket(batch)
-        if bucket is None or self.pool.failure is not None:
+        if bucket is None or self.graphs.failure is not None:
             return None
         inputs = self._inputs.get(bucket)
         if inputs is None:
@@ -73,7 +71,7 @@ class VerifyGraphs:
             "kv_lens": [span.kv_len for span in spans],
             "page_table": [span.page_ids[: -(-span.kv_len // self._limits.page_size)] for span in spans],
         })  # fmt: skip
-        results = self.pool.run(bucket, lambda: self._launch(bucket, inputs.tensors))
+        results = self.graphs.run(bucket, lambda: self._launch(bucket, inputs.tensors))
         return {name: value[: batch.token_ids.shape[0]] for name, value in results.items()}
 
     def _bucket(self, batch: InputBatch) -> _Bucket | None:
@@ -83,12 +81,10 @@ class VerifyGraphs:
         every_row = batch.logit_rows is None and batch.num_logit_rows == batch.token_ids.shape[0]
         if not every_row or num_rows_each > limits.num_rows_each or num_positions > limits.num_positions:
             return None
-        reach = _LEAST_REACH
-        while reach < num_positions:
-            reach *= 4
         bucket = _Bucket(
-            next_bucket(len(spans), limits.num_requests), next_bucket(num_rows_each, limits.num_rows_each), min(reach, limits.num_positions)
-        )
+            next_bucket(len(spans), limits.num_requests), next_bucket(num_rows_each, limits.num_rows_each),
+            next_reach(num_positions, limits.num_positions),
+        )  # fmt: skip
         return bucket if bucket.num_rows <= _MOST_ROWS else None
 
     def _launch(self, bucket: _Bucket, inputs: dict[str, torch.Tensor]) -> Results:
@@ -104,13 +100,9 @@ class VerifyGraphs:
             return {"logits": self._target.logits(hidden)}
         assert features is not None, "a target with a drafter has taps"
         projection = self._projection
-        context_rows = self.pool.backend.beside(lambda: projection(features))
+        context_rows = self.graphs.backend.beside(lambda: projection(features))
         logits = self._target.logits(hidden)
         return {"logits": logits, "context_rows": context_rows()}
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values, for reports."""
-        return self.pool.describe()
 
 
 def _columns(bucket: _Bucket, page_size: int) -> dict[str, Column]:

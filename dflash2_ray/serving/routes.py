@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from dflash2_ray import __version__
 from dflash2_ray.serving.api_keys import ApiKeys
 from dflash2_ray.serving.body_limit import BodyLimit
-from dflash2_ray.serving.early_refusal import GENERATING_PATHS, EarlyRefusal
+from dflash2_ray.serving.early_refusal import EarlyRefusal
 from dflash2_ray.serving.failures import CatchAll
 from dflash2_ray.serving.head_requests import HeadAsGet
 from dflash2_ray.serving.ingress import Ingress
@@ -29,6 +29,7 @@ def _this_replica() -> Any:
     return serve.get_replica_context().servable_object
 
 
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _INGRESS = Depends(_this_replica)
 
 
@@ -53,7 +54,7 @@ def api_builder(guards: Guards) -> Callable[[], FastAPI]:
 def build_api(guards: Guards = Guards()) -> FastAPI:
     """The ASGI application of an ingress replica. Plain functions: no route depends on how Serve binds methods."""
     api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None, responses=responses())
-    api.add_middleware(EarlyRefusal, refusal=lambda: _ingress(_this_replica()).refusal())
+    api.add_middleware(EarlyRefusal, paths=GENERATING_PATHS, refusal=lambda: _ingress(_this_replica()).refusal())
     api.add_middleware(CatchAll)
     api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
     if guards.keys.all():

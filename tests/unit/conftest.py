@@ -27,7 +27,8 @@ from dflash2_ray.runtime.target_runner import TargetRunner
 VOCAB = 259
 KERNELS = (  # where the models call an operator whose reference is more than a few launches
     (paged_plan, "paged_attention"), (attention, "kv_store"), (fused_layer, "add_rms_norm"), (dflash2, "add_rms_norm"),
-    (dflash2, "grouped_conv"), (dflash2, "vocab_topk"), (selector_walk, "selector_walk"),
+    (dflash2, "grouped_conv"), (dflash2, "vocab_topk"), (dflash2, "kv_store"), (dflash2, "paged_attention"), (dflash2, "store_context"),
+    (selector_walk, "selector_walk"),
 )  # fmt: skip
 
 

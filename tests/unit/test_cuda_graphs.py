@@ -8,6 +8,7 @@ import torch
 from recorded_graph import RecordedBackend
 
 from dflash2_ray.config import ServiceConfig
+from dflash2_ray.core.draft_port import Close, Commit, Open, Rows, RowSpan, Wanted
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.runtime import build
@@ -89,33 +90,73 @@ def test_the_tokens_are_those_of_single_launches_and_a_step_is_few_launches(gpu,
     steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(replays)]
     assert [max(of_backend) for of_backend in zip(*steps, strict=True)] == [1] * len(backends)
     assert min(count for num_decoding, count in launches if num_decoding) < fewest / 2
-    for backend, told in zip(backends, loop.describe()["cuda_graphs"].values(), strict=True):
-        assert told["failure"] is None
-        assert told["num_graphs"] == len(backend.captures) >= 4, "one bucket is no change of batches"
-        assert told["num_replays"] == backend.num_replays - len(backend.captures) > 0
+    told = loop.describe()["cuda_graphs"]
+    assert set(told) == {"verification", "draft"}
+    for pool in (loop.runner.verify_graphs.graphs, loop.draft_port.graphs):
+        num_captures = len(pool.backend.captures)
+        assert num_captures >= 4, "one bucket is no change of batches"
+        replays = pool.backend.num_replays - num_captures  # the first one of a bucket is compared with single launches
+        assert told[pool.name] == {"num_graphs": num_captures, "num_replays": replays, "failure": None}
+        assert replays > 0
+
+
+def slots_of_nobody(loop):
+    """(tensors, their slots that no request holds): of the target's cache, of the drafter's contexts."""
+    held = {page for one in loop.scheduler.running for page in loop.pool.table(one.request_id)}
+    free = set(range(loop.pool.num_pages)) - held
+    contexts = loop.draft_port.runner.rounds.pages
+    for tensors, pages in ((loop.runner.cache.layers, free), ([contexts.rows], contexts.free_pages)):
+        yield [one.inner for one in tensors], {page * 16 + row for page in pages for row in range(16)}
 
 
 def test_rows_that_only_fill_a_bucket_touch_nothing(backends, start):
     loop = start()
-    checked = []
+    before, running, num_checks = [], set(), 0
 
-    def spoil(num_decoding):
-        """Every slot of nobody holds a pattern, and still does a step later."""
-        held = {page for one in loop.scheduler.running for page in loop.pool.table(one.request_id)}
-        slots = [page * 16 + row for page in range(200) if page not in held for row in range(16)]
-        if checked and num_decoding:
-            before, pattern = checked[-1]
-            both = sorted(set(before) & set(slots))
-            for layer in loop.runner.cache.layers:
-                assert bool((layer.inner[both] == pattern).all()), "somebody wrote to pages of nobody"
-        checked.append((slots, -1e30))
-        for layer in loop.runner.cache.layers:
-            layer.inner[slots] = -1e30
+    def check(num_decoding):
+        """What was nobody's a step ago and is now still holds the pattern, unless somebody came and went with it."""
+        nonlocal num_checks
+        ids = {one.request_id for one in loop.scheduler.running}
+        now = list(slots_of_nobody(loop))
+        for (tensors, slots), (_, slots_before) in zip(now, before or now, strict=True):
+            for one in tensors:
+                if before and running <= ids:
+                    num_checks += num_decoding
+                    assert bool((one[sorted(slots & slots_before)] == -1e30).all()), "somebody wrote to pages of nobody"
+                one[sorted(slots)] = -1e30
+        before[:] = now
+        running.clear()
+        running.update(ids)
 
     with torch.inference_mode():
-        run(loop, 6, spoil)
-    assert backends[0].num_replays > 4
-    assert len(checked) > 8
+        run(loop, 6, check)
+    assert num_checks > 20
+    assert all(pool.backend.num_replays > 4 for pool in (loop.runner.verify_graphs.graphs, loop.draft_port.graphs))
+
+
+def test_pages_of_contexts_are_given_back_and_missing_ones_cost_the_draft_only(backends, start):
+    loop = start()
+    runner = loop.draft_port.runner
+    pages = runner.rounds.pages.free_pages
+    whole = sorted(pages)
+    expected = run(loop, 3)
+    assert sorted(pages) == whole
+    rows = torch.zeros(20, runner.drafter.config.hidden_size)
+    messages = [Open("a", 0, 0.0, 0), Rows((RowSpan("a", 0, 0, 20),), rows), Commit("a", 0, 20, 5)]
+    runner.apply([*messages, Close("a", 0)])  # gone before its rows were taken in
+    assert sorted(pages) == whole
+    runner.apply(messages)
+    kept = pages[:]
+    pages.clear()
+    assert runner.propose([Wanted("a", 0, 20, 7)])[0].token_ids, "twenty rows and a block have room in two pages"
+    assert runner.propose([Wanted("a", 0, 20, 14)]) == []
+    assert runner.counters["no_room"] == 1
+    pages += kept
+    runner.apply([Open("a", 1, 0.0, 0)])  # anew, with nothing
+    assert sorted(pages) == whole
+    pages.clear()
+    assert run(loop, 3) == expected
+    assert runner.counters["no_room"] > 1
 
 
 def test_a_refused_capture_leaves_single_launches_and_says_why(backends, start, caplog):

@@ -205,6 +205,7 @@ def test_strangers_are_turned_away(hello):
         channel = AsyncChannel(reader, writer)
         channel.send(hello)
         channel.send({"take": "a"})
+        unit.server.tell()
         with pytest.raises(ChannelClosed):
             await channel.receive()
         assert unit.boxes["a"].line is None
