@@ -35,7 +35,10 @@ def _loop(placement, pipeline):
     from dflash2_ray.runtime.build import build_target_loop
 
     return build_target_loop(
-        ServiceConfig(drafter_placement=placement, draft_width="fixed", pipeline=pipeline, draft_deadline_ms=5000, max_num_seqs=1)
+        ServiceConfig(
+            drafter_placement=placement, draft_width="fixed", pipeline=pipeline, draft_deadline_ms=5000, max_num_seqs=1,
+            enable_prefix_caching=False,
+        )
     )
 
 
