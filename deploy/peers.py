@@ -37,7 +37,7 @@ def dflash2_ray(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS)
     """(concurrency, prompts) → tokens per second."""
     from dflash2_ray import LLM
 
-    engine = LLM(target=folder, drafter="none", dtype="bfloat16", max_num_seqs=16)
+    engine = LLM(target=folder, drafter="none", dtype="bfloat16", max_num_seqs=16, enable_prefix_caching=False)
 
     def run(level: int, count: int) -> float:
         started = time.perf_counter()

@@ -4,7 +4,7 @@
 
 Prints one line of JSON. `ttft_ms`: first token of a request whose first `prefix` tokens an earlier one had, medians over repeats.
 `tokens_per_s`: of prompts that share nothing, each asked once, 8 in flight in a full pool; `shared_tokens_per_s`: of prompts that share
-their first `prefix` tokens, 4 in flight. Ratios are medians over turns.
+their first `prefix` tokens, 8 in flight. Ratios are medians over turns.
 """
 
 import argparse
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--prefix", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ttft-only", action="store_true")
     asked = parser.parse_args()
     from dflash2_ray import LLM
 
@@ -50,10 +51,13 @@ def main() -> None:
             timed(engine, [begun], 1)
             seconds, (result,) = timed(engine, [second], 1)
             assert (result.usage.cached_tokens > 0) == (engine == "on")
+            if turn:
+                first[engine].append(seconds)
+            if asked.ttft_only:
+                continue
             spent = timed(engine, strangers, 48)[0]
             together = timed(engine, company, 48)[0]
             if turn:
-                first[engine].append(seconds)
                 alone[engine].append(24 * 48 / spent)
                 shared[engine].append(8 * 48 / together)
 
@@ -63,10 +67,8 @@ def main() -> None:
     def told(found, digits=1, scale=1.0):
         return {engine: round(statistics.median(values) * scale, digits) for engine, values in found.items()} | {"ratio": ratio(found)}
 
-    print(json.dumps({
-        "target": asked.target, "prefix": asked.prefix, "ttft_ms": told(first, 2, 1000), "tokens_per_s": told(alone),
-        "shared_tokens_per_s": told(shared),
-    }))  # fmt: skip
+    rates = {} if asked.ttft_only else {"tokens_per_s": told(alone), "shared_tokens_per_s": told(shared)}
+    print(json.dumps({"target": asked.target, "prefix": asked.prefix, "ttft_ms": told(first, 2, 1000), **rates}))
 
 
 if __name__ == "__main__":

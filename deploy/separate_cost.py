@@ -47,7 +47,8 @@ def _loop(placement, pipeline, concurrency):
 
     return build_target_loop(
         ServiceConfig(
-            drafter_placement=placement, draft_width="fixed", pipeline=pipeline, draft_deadline_ms=5000, max_num_seqs=concurrency
+            drafter_placement=placement, draft_width="fixed", pipeline=pipeline, draft_deadline_ms=5000, max_num_seqs=concurrency,
+            enable_prefix_caching=False,
         )
     )
 

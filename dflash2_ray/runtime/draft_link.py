@@ -91,7 +91,8 @@ class RemoteDraftPort:
     deadline: how long `collect` waits where its caller does not say; default: by the measured times. transport: how context rows
     travel, `socket`, `gloo` or `nccl`.
     hung_after deadlines in a row without any answer end the waiting; once nothing was heard for hung_after_s as well,
-    `suspect` is "hung". replay_bytes: most context that one call sends again. timings: samples for a planner. `ledger`: what the
+    `suspect` is "hung". replay_bytes: most context that one call sends again. whole_bytes: a request that begins with more context rows
+    than this (behind cached pages) is told bit by bit as well. timings: samples for a planner. `ledger`: what the
     drafter's work and the way to it took, and the bytes of tensors on that way.
     """
 
@@ -103,6 +104,7 @@ class RemoteDraftPort:
         hung_after_s: float = 10.0,
         max_queued_bytes: int = 256 * MIB,
         replay_bytes: int = 4 * MIB,
+        whole_bytes: int = 32 * MIB,
         group_timeout_s: float = 30.0,
         deadline: DraftDeadline | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +117,7 @@ class RemoteDraftPort:
         self.last_transfer_s = 0.0  # of it, what the drafter did not work
         self._deadline = deadline or DraftDeadline()
         self._hung_after, self._hung_after_s = hung_after, hung_after_s
-        self._max_queued_bytes, self._replay_bytes = max_queued_bytes, replay_bytes
+        self._max_queued_bytes, self._replay_bytes, self._whole_bytes = max_queued_bytes, replay_bytes, whole_bytes
         self._group_timeout_s = group_timeout_s
         self._clock = clock
         self._changed = threading.Condition(threading.RLock())
@@ -261,7 +263,9 @@ class RemoteDraftPort:
             link = self._link
             if link is not None:
                 by_lane = link.lane is not None and link.lane.device != "cpu"
-                sent = self._without_replayed(link, messages if by_lane else kept)
+                long = self._begin_with_much(kept)
+                sent = self._without_replayed(link, messages if by_lane else kept, long)
+                link.replays |= {request_id: _Replay() for request_id in long}
                 if sent:
                     self._number += 1
                     self._put(link, pack_step(sent, link.generation, self._number, by_lane=link.lane is not None))
@@ -365,16 +369,25 @@ class RemoteDraftPort:
             self._own["num_overflows"] += 1
             self._lose(link, f"it takes nothing off its connection; {link.writer.queued_bytes} bytes wait")
 
-    def _without_replayed(self, link: _Link, messages: Sequence[Message]) -> list[Message]:
-        """What may go out now. What concerns a request that is being told again stays in the log, from where it follows."""
-        if not link.replays:
+    def _begin_with_much(self, messages: Sequence[Message]) -> set[str]:
+        """Requests that are opened here with a message of their own that holds more rows than one frame should."""
+        opened = {message.request_id for message in messages if isinstance(message, Open)}
+        own = [m for m in messages if isinstance(m, Rows) and len(m.spans) == 1 and m.rows.nbytes > self._whole_bytes]
+        return {message.spans[0].request_id for message in own} & opened
+
+    def _without_replayed(self, link: _Link, messages: Sequence[Message], long: set[str]) -> list[Message]:
+        """What may go out now. What concerns a request that is being told bit by bit, or will be (`long`), stays in the log, from where it
+        follows."""
+        if not link.replays and not long:
             return list(messages)
         kept: list[Message] = []
         for message in messages:
             if isinstance(message, Rows):
-                rows = without_spans(message, link.replays)
+                rows = without_spans(message, link.replays.keys() | long)
                 if rows is not None:
                     kept.append(rows)
+                continue
+            if message.request_id in long:
                 continue
             replay = link.replays.get(message.request_id)
             if replay is None:

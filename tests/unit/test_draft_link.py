@@ -361,6 +361,26 @@ def test_replay_is_bounded_and_yields_to_a_drafter_that_takes_nothing(peer):
     port.close()
 
 
+def test_a_request_that_begins_behind_many_cached_rows_is_told_bit_by_bit(peer):
+    """One frame of them would hold up everybody's drafts; its neighbours' messages go out at once."""
+    port = RemoteDraftPort(replay_bytes=10 * H * 4, whole_bytes=15 * H * 4)
+    port.connect(peer.address, PATIENCE_S)
+    port.send([Open("short", 0, 0.0, 0), rows("short", 0, 15), Commit("short", 0, 15, 7)])
+    assert [message[0] for message in peer.next("step")["messages"]] == ["open", "rows", "commit"]
+    step = Rows((RowSpan("a", 0, 16, 1), RowSpan("short", 0, 15, 2)), torch.cat([rows("a", 16, 1).rows, torch.zeros(2, H)]))
+    port.send([Open("a", 0, 0.0, 0), rows("a", 0, 16), step, Commit("a", 0, 17, 7), Commit("short", 0, 17, 9)])
+    assert peer.next("step")["messages"] == [["rows", [["short", 0, 15, 2]], "float32", [2, H], False], ["commit", "short", 0, 17, 9]]
+    assert peer.next("step")["messages"] == [
+        ["open", "a", 0, 0.0, 0, False, 0], ["rows", [["a", 0, 0, 10]], "float32", [10, H], False], ["commit", "a", 0, 10, None],
+    ]  # fmt: skip
+    assert port.num_replaying == 1
+    port.ask([want(base_len=17)])  # what is left goes out with it, and it is asked for at once
+    assert peer.next("step")["messages"] == [["rows", [["a", 0, 10, 7]], "float32", [7, H], False], ["commit", "a", 0, 17, 7]]
+    assert peer.next("ask")["wanted"] == [["a", 0, 17, 3]]
+    assert own(port, "missing") == 0
+    port.close()
+
+
 def test_replayed_requests_that_begin_again_or_end(peer):
     port = RemoteDraftPort(replay_bytes=H * 4)
     for name in "abc":
