@@ -196,7 +196,10 @@ def _draws(group: Sequence[tuple[Wanted, _Drafted]], width: int) -> tuple[list[i
 
 
 class ColocatedDraftPort:
-    """`DraftPort` in one process: messages are applied where they are sent. `ledger`: what its drafts took."""
+    """`DraftPort` in one process: messages are applied where they are sent."""
+
+    connected = True
+    last_transfer_s = 0.0
 
     def __init__(self, runner: DrafterRunner) -> None:
         self.runner = runner

@@ -15,6 +15,7 @@ import torch
 
 from dflash2_ray.config import EngineConfig
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows
+from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.runtime.target_loop import TargetLoop
@@ -62,7 +63,11 @@ class ScriptedTarget:
 class ScriptedDrafter:
     """A DraftPort whose proposals are right except where `spoil(request_id, base_len, slot)` says so."""
 
+    connected = True
+    last_transfer_s = 0.0
+
     def __init__(self, spoil=lambda request_id, base_len, slot: False):
+        self.ledger = Ledger()
         self.spoil = spoil
         self.contexts = {}
         self.num_proposed = 0
