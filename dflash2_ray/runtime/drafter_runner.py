@@ -22,7 +22,7 @@ from dflash2_ray.sampling.noise import Purpose, uniforms
 from dflash2_ray.sampling.token_noise import exponentials
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class _Drafted:
     """A request as the drafter sees it. `pending`: rows that no commit has named yet, by first position."""
 
