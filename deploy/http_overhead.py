@@ -15,8 +15,9 @@ import socket
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-import httpx
+import aiohttp
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
@@ -44,9 +45,9 @@ def start_service(settings: dict) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-async def rate_of(one: Callable[[list[int]], Awaitable[int]], ids: list[list[int]]) -> float:
-    """Tokens per second of `one(prompt)`, CONCURRENCY at a time."""
-    gate = asyncio.Semaphore(CONCURRENCY)
+async def rate_of(one: Callable[[list[int]], Awaitable[int]], ids: list[list[int]], concurrency: int) -> float:
+    """Tokens per second of `one(prompt)`, so many at a time."""
+    gate = asyncio.Semaphore(concurrency)
 
     async def in_turn(prompt: list[int]) -> int:
         async with gate:
@@ -57,39 +58,54 @@ async def rate_of(one: Callable[[list[int]], Awaitable[int]], ids: list[list[int
     return sum(counts) / (time.perf_counter() - started)
 
 
-async def over_http(url: str, ids: list[list[int]], new_tokens: int, stream: bool) -> float:
+async def over_http(url: str, ids: list[list[int]], new_tokens: int, concurrency: int, stream: bool) -> float:
     """Tokens per second over HTTP."""
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=CONCURRENCY)) as client:
+    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(300), raise_for_status=True) as http:
 
         async def one(prompt: list[int]) -> int:
-            body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
-            if not stream:
-                return (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"]
-            last = ""
-            async with client.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as answer:
-                async for line in answer.aiter_lines():
-                    if line and line != "data: [DONE]":
-                        last = line
-            return json.loads(last[6:])["usage"]["completion_tokens"]
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+            if stream:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            async with http.post("/v1/completions", json=body) as answer:
+                if not stream:
+                    return (await answer.json())["usage"]["completion_tokens"]
+                last = b""
+                async for piece in answer.content.iter_any():
+                    last = last[-4096:] + piece
+            events = last.decode(errors="replace").split("\n\n")
+            assert events[-2:] == ["data: [DONE]", ""], events
+            return json.loads(events[-3].removeprefix("data: "))["usage"]["completion_tokens"]
 
-        return await rate_of(one, ids)
+        return await rate_of(one, ids, concurrency)
 
 
-async def by_client(client, ids: list[list[int]], new_tokens: int) -> float:
+async def by_client(client: Any, ids: list[list[int]], new_tokens: int, concurrency: int) -> float:
     """Tokens per second by Ray and without HTTP."""
 
     async def one(prompt: list[int]) -> int:
         (result,) = await client.agenerate(prompt_token_ids=prompt, temperature=0, max_tokens=new_tokens, ignore_eos=True)
         return len(result.token_ids)
 
-    return await rate_of(one, ids)
+    return await rate_of(one, ids, concurrency)
 
 
-def in_process(engine, ids: list[list[int]], new_tokens: int) -> float:
-    """Tokens per second with CONCURRENCY requests in flight."""
+def in_process(engine: Any, ids: list[list[int]], new_tokens: int, concurrency: int) -> float:
+    """Tokens per second with so many requests in flight."""
     started = time.perf_counter()
-    results = engine.generate(prompt_token_ids=ids, max_in_flight=CONCURRENCY, temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    results = engine.generate(prompt_token_ids=ids, max_in_flight=concurrency, temperature=0, max_tokens=new_tokens, ignore_eos=True)
     return sum(len(one.token_ids) for one in results) / (time.perf_counter() - started)
+
+
+def measure(engine: Any, client: Any, url: str, ids: list[list[int]], new_tokens: int, concurrency: int, repeats: int) -> dict[str, list[float]]:
+    """Tokens per second of every way, in turns, behind one turn that warms up."""
+    ways: dict[str, Callable[[], float]] = {
+        "LLM": lambda: in_process(engine, ids, new_tokens, concurrency),
+        "Client": lambda: asyncio.run(by_client(client, ids, new_tokens, concurrency)),
+        "HTTP, whole": lambda: asyncio.run(over_http(url, ids, new_tokens, concurrency, False)),
+        "HTTP, streamed": lambda: asyncio.run(over_http(url, ids, new_tokens, concurrency, True)),
+    }
+    turns = [{name: way() for name, way in ways.items()} for _ in range(1 + repeats)]
+    return {name: [turn[name] for turn in turns[1:]] for name in ways}
 
 
 def main() -> None:
@@ -98,7 +114,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128, help="length of every answer")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_args()
-    new_tokens = asked.new_tokens
     os.environ.update({**ENVIRONMENT, **os.environ})  # before torch and ray look at it
     import ray
     from ray import serve
@@ -108,22 +123,10 @@ def main() -> None:
 
     settings = {"draft_width": "fixed", **read_settings(asked.settings), "max_num_seqs": CONCURRENCY}
     engine = LLM(**settings)
-    some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], new_tokens)
+    some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], asked.new_tokens)
     ids = [some[index % len(some)] for index in range(NUM_PROMPTS)]
     url = start_service(settings)
-    client = Client()
-    ways = {
-        "LLM": lambda: in_process(engine, ids, new_tokens),
-        "Client": lambda: asyncio.run(by_client(client, ids, new_tokens)),
-        "HTTP, whole": lambda: asyncio.run(over_http(url, ids, new_tokens, False)),
-        "HTTP, streamed": lambda: asyncio.run(over_http(url, ids, new_tokens, True)),
-    }
-    for way in ways.values():
-        way()
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, way in ways.items():
-            rates[name].append(way())
+    rates = measure(engine, Client(), url, ids, asked.new_tokens, CONCURRENCY, REPEATS)
     for name, some_rates in rates.items():
         ratio = statistics.median(one / base for one, base in zip(some_rates, rates["LLM"], strict=True))
         print(f"{name}: {statistics.median(some_rates):.0f} tokens/s, {ratio:.3f} of LLM")

@@ -103,6 +103,10 @@ class ServiceConfig(BaseModel):
         "auto", description="serial: draft, then verify. split: two halves of the batch, one drafted while the other is verified "
         "(needs a separate drafter). auto: chosen from measured times."
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto", description="auto: on a GPU with one target rank, what a decode step launches is captured once per size and launched as one; "
+        "off: launch by launch."
+    )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU that this service may fill.")
     num_kv_pages: int | None = Field(None, ge=1, description="KV pages; default: from the memory at hand.")
@@ -135,7 +139,7 @@ class ServiceConfig(BaseModel):
         None, description="Units by load: `1-4`, or a mapping of min_replicas, max_replicas, target_queue_wait_s (1), max_kv_usage (0.9), "
         "upscale_delay_s (5) and downscale_delay_s (300). num_replicas is then the number at the start. Default: always num_replicas."
     )
-    num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends.")
+    num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends; with autoscaling the least number of them, which grows in proportion to the units that may come.")
     drain_timeout_s: float = Field(
         60.0, ge=0, description="How long a replica that is to go (scale-down, redeploy, shutdown) lets its running requests finish; what "
         "is left then goes on at another unit, if there is one."
@@ -310,6 +314,7 @@ class EngineConfig:
     draft_deadline_ms: float | None  # None: follows the measured proposal times
     pipeline: Literal["serial", "split", "auto"]
     step_timeout_s: float
+    cuda_graphs: bool
     page_size: int
     num_kv_pages: int
     max_num_seqs: int
@@ -359,6 +364,7 @@ def resolve(
         draft_deadline_ms=config.draft_deadline_ms,
         pipeline="serial" if placement == "colocated" else config.pipeline,
         step_timeout_s=config.step_timeout_s,
+        cuda_graphs=config.cuda_graphs == "auto" and device == "cuda",
         page_size=config.page_size,
         num_kv_pages=pages,
         max_num_seqs=config.max_num_seqs,

@@ -86,6 +86,11 @@ def merge_deltas(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
     return merged
 
 
+def ends(item: dict[str, Any]) -> bool:
+    """Whether a request has nothing more behind this item."""
+    return "refused" in item or item.get("finish_reason") is not None
+
+
 def merge_items(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One request's packed deltas as one; a refusal or loss drops what came before it: the client asks again for all it has not got."""
     merged: dict[str, Any] = items[0]

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -20,7 +20,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from dflash2_ray.core.generation import Generation, GenerationChunk
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.wire import merge_items
-from dflash2_ray.engine.delta_line import Lines
+from dflash2_ray.engine.front_lines import Inbox, Lines
 from dflash2_ray.engine.overview import overview
 from dflash2_ray.engine.resume import ResumableRequest
 from dflash2_ray.engine.tracing import RequestTrace, TraceOrigin, traced
@@ -102,6 +102,10 @@ class Client:
         except _RAY_ERRORS as error:
             raise _translated(error) from None
 
+    def refusal(self) -> Overloaded | None:
+        """A refusal in the name of a full unit, counted there, if all units that run are known to be full. Only for fronts with lines."""
+        return None if self._lines is None else self._lines.refuse(_running_units(self._handle))
+
     async def overview(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """The state of all units (`engine.overview`), in about that time whatever hangs."""
         return await overview(self._handle, timeout_s)
@@ -134,11 +138,12 @@ class Client:
         session_id: str = "",
         num_choices: int = 1,
         trace_origin: TraceOrigin | None = None,
+        hold_s: Callable[[], float] = lambda: 0.0,
         **sampling: Any,
     ) -> AsyncIterator[GenerationChunk]:
         """Chunks of one generation, submitted when the iteration starts; closing or cancelling it cancels the request. session_id: with
         `routing=session` requests of one session go to one unit. num_choices: for the metrics, the option n with the first of its choices,
-        0 with the others."""
+        0 with the others. hold_s: asked before every chunk but the first for the seconds in which more may join it; its end waits for nothing."""
         request_id = request_id or f"client-{uuid.uuid4().hex}"
         with traced(request_id, trace_origin) as trace:
             await self.text()
@@ -146,12 +151,12 @@ class Client:
             request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id, trace is not None)
             if trace is not None:
                 trace.asked(sampling)
-            async with contextlib.aclosing(self._chunks(request, session_id, num_choices, trace)) as chunks:
+            async with contextlib.aclosing(self._chunks(request, session_id, num_choices, trace, hold_s)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
     async def _chunks(
-        self, request: ResumableRequest, session_id: str, num_choices: int, trace: RequestTrace | None
+        self, request: ResumableRequest, session_id: str, num_choices: int, trace: RequestTrace | None, hold_s: Callable[[], float]
     ) -> AsyncGenerator[GenerationChunk, None]:
         """The request's chunks, over as many attempts as it takes."""
         while not request.finished:
@@ -163,7 +168,7 @@ class Client:
             try:
                 while not request.finished:
                     async with asyncio.timeout(request.patience_s):
-                        item = await items.next()
+                        item = await items.next(hold_s() if request.begun else 0.0)
                     if trace is not None:
                         trace.heard(item)
                     chunk = request.absorb(item)
@@ -198,19 +203,19 @@ class _Items:
     def __init__(self, response: Any, lines: Lines | None, request_id: str) -> None:
         self._response, self._lines, self._request_id = response, lines, request_id
         self._address: dict[str, Any] | None = None
-        self._queue: asyncio.Queue[dict[str, Any] | None] | None = None
+        self._inbox: Inbox | None = None
 
-    async def next(self) -> dict[str, Any] | None:
-        """The next item, with all that came since the last one; None at an early end."""
-        if self._queue is None:
+    async def next(self, hold_s: float) -> dict[str, Any] | None:
+        """The next item, with all that came since the last one and, by a line, that comes while it is held; None at an early end."""
+        if self._inbox is None:
             item: dict[str, Any] | None = await _next(self._response)
             if item is None or "line" not in item or self._lines is None:
                 return item
-            self._queue = await self._lines.take(item["line"], self._request_id)
-            if self._queue is None:
+            self._inbox = await self._lines.take(item["line"], self._request_id)
+            if self._inbox is None:
                 return await _next(self._response)
             self._address = item["line"]
-        items = [await self._queue.get(), *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
+        items = await self._inbox.take(hold_s)
         whole = [one for one in items if one is not None]
         return merge_items(whole) if whole else None
 
@@ -265,6 +270,13 @@ def _last(chunks: Sequence[GenerationChunk]) -> Generation:
     generation = chunks[-1].generation
     assert generation is not None, "the last chunk of a stream carries its generation"
     return generation
+
+
+def _running_units(handle: Any) -> list[str]:
+    """Serve's names of the units that its router would send a request to; none before the first request."""
+    router = handle._router
+    requests = None if router is None else router._asyncio_router._request_router
+    return [] if requests is None else [replica.unique_id for replica in list(requests.curr_replicas)]
 
 
 def _translated(error: Exception) -> DFlash2Error:

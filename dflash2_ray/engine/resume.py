@@ -31,6 +31,7 @@ class ResumableRequest:
         self._lost_at: float | None = None
         self._num_losses = 0
         self._loss: DFlash2Error | None = None
+        self.begun = False  # the client has its first token
         self.finished = False  # the client has its whole text
         self.ended = False  # the engine has nothing more of it
 
@@ -53,6 +54,7 @@ class ResumableRequest:
         if delta.prompt_logprobs is not None:  # told once
             self._spec = replace(self._spec, params=replace(self._spec.params, prompt_logprobs=None))
         chunk = self._assembler.push(delta)
+        self.begun = True
         self.finished = chunk.finish_reason is not None
         if chunk.generation is not None:
             chunk.generation.metrics["num_resumes"] = self._num_losses

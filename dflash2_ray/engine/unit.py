@@ -23,7 +23,7 @@ from dflash2_ray.core.drafter_watch import DrafterWatch
 from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.places import Place, Places
 from dflash2_ray.core.scaling import UnitLoad
-from dflash2_ray.core.wire import merge_items, pack_error, unpack_spec
+from dflash2_ray.core.wire import ends, merge_items, pack_error, unpack_spec
 from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mailbox
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
 from dflash2_ray.engine.overview import unit_row
@@ -51,7 +51,11 @@ class Unit:
         self.config = self._deployed = config
         self._placement = placement
         self._streams: dict[str, Mailbox] = {}
-        self._lines = LineServer(self._take, self._hang_up, lambda request_id, num_tokens: self._accounts.book.stopped(request_id, num_tokens))
+        self._places = Places(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens, on_change=lambda: self._lines.tell())
+        self._lines = LineServer(
+            self._take, self._hang_up, lambda request_id, num_tokens: self._accounts.book.stopped(request_id, num_tokens),
+            self._places.refused_elsewhere, self._places.notice,
+        )
         self._serving = asyncio.Event()
         self._failed: str | None = None
         self._stopping = False
@@ -67,13 +71,12 @@ class Unit:
         try:
             drafter = asyncio.ensure_future(self._keeper.start()) if self._keeper else None
             await self._group.start(drafter)
-            await self._lines.start(ray.util.get_node_ip_address())
+            await self._lines.start(ray.util.get_node_ip_address(), serve.get_replica_context().replica_tag)
         except BaseException:
             self._close()
             raise
         self.facts = self._group.facts
         self._target_folder = Path(self._group.target_folder)
-        self._places = Places(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens)
         self._accounts = UnitAccounts(config, self.facts)
         self._reporter = UnitReporter(bookkeeper, self._count, _own_index, RayMirror(serve.get_replica_context().app_name).tell)
         self._serving.set()
@@ -96,7 +99,7 @@ class Unit:
         mailbox: Mailbox | None = None
         try:
             place = self._admit(spec)
-            mailbox = Mailbox(request_id, _ends, place.started)
+            mailbox = Mailbox(request_id, ends, place.started)
             await self._wait_for_ranks()
             group = self._group
             if request_id in self._streams:  # its client lost the connection and asks again
@@ -112,7 +115,7 @@ class Unit:
                 await mailbox.decided(TAKE_TIMEOUT_S)
             while not finished:
                 item = merge_items([await mailbox.get(), *mailbox.waiting()])  # the caller may be slower than the engine
-                finished = _ends(item)
+                finished = ends(item)
                 if mailbox.line is None:
                     yield item
         except DFlash2Error as error:
@@ -341,8 +344,3 @@ class Unit:
 def _own_index() -> str:
     """Serve's number of this unit among the units; one that replaces another has the other's."""
     return str(serve.get_replica_context().rank.rank)
-
-
-def _ends(item: dict[str, Any]) -> bool:
-    """Whether a request has nothing more behind this item."""
-    return "refused" in item or item.get("finish_reason") is not None

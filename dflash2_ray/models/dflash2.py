@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,14 +20,19 @@ from torch.nn import functional as F
 
 from dflash2_kernels import selector_walk
 from dflash2_kernels.add_rms_norm import add_rms_norm, rms_norm
+from dflash2_kernels.context_ingest import store_context
 from dflash2_kernels.grouped_conv import grouped_conv
+from dflash2_kernels.kv_store import kv_store
+from dflash2_kernels.paged_attention import paged_attention
 from dflash2_kernels.selector_walk import DRAW, GREEDY, RACE, realised_rows, selector_lattice, walk_lattice
 from dflash2_kernels.vocab_topk import vocab_topk
 from dflash2_ray.errors import CheckpointError
+from dflash2_ray.models.context_pages import ContextPages
 from dflash2_ray.models.draft_context import DraftContext
 from dflash2_ray.models.drafter_checkpoint import read_projection, read_tensors, validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, LayerAttention
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, stacked
+from dflash2_ray.models.paged_plan import Launch
 from dflash2_ray.models.rotary import PlainRotary, Rotary, RotaryTables
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
@@ -44,6 +50,13 @@ class Draft:
     token_ids: list[list[int]]
     candidate_ids: torch.Tensor | None
     candidate_probs: torch.Tensor | None
+
+
+def draw_rules(temperatures: Sequence[float], matching: Sequence[bool]) -> list[int]:
+    """How each request draws (`selector_walk`): GREEDY below 1e-5, else by the RACE that its target runs too, or DRAW, from a q of its own."""
+    return [
+        GREEDY if temperature < GREEDY_BELOW else RACE if own else DRAW for temperature, own in zip(temperatures, matching, strict=True)
+    ]
 
 
 class _GroupedConv(nn.Module):
@@ -90,16 +103,16 @@ class _DraftLayer(nn.Module):
             self.mlp_conv = _GroupedConv(tensors, f"{prefix}.mlp_conv", config.conv_group_size)
 
     def forward(
-        self, x: torch.Tensor, width: int, rotary: Rotary, contexts: Sequence[DraftContext], biases: "_Biases"
+        self, x: torch.Tensor, width: int, rotary: Rotary, blocks: "_Blocks"
     ) -> torch.Tensor:
         config = self.config
         eps = config.rms_norm_eps
         u = rms_norm(x, self.input_norm, eps)
         if self.attention_conv is None:
-            a = self.o_proj(self._attend(u, width, rotary, contexts, biases))
+            a = self.o_proj(self._attend(u, rotary, blocks))
         else:
             u, kernel = self.attention_conv.prepare(u, width)
-            a = self.attention_conv.finish(self.o_proj(self._attend(u, width, rotary, contexts, biases)), kernel)
+            a = self.attention_conv.finish(self.o_proj(self._attend(u, rotary, blocks)), kernel)
         m, x = add_rms_norm(a, x, self.post_norm, eps)
         if self.mlp_conv is None:
             return x + self._mlp(m)
@@ -110,36 +123,73 @@ class _DraftLayer(nn.Module):
         gate, up = self.gate_up(m).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
-    def _attend(
-        self, u: torch.Tensor, width: int, rotary: Rotary, contexts: Sequence[DraftContext], biases: "_Biases"
-    ) -> torch.Tensor:
+    def _attend(self, u: torch.Tensor, rotary: Rotary, blocks: "_Blocks") -> torch.Tensor:
         config = self.config
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        groups, both = heads // kv_heads, heads + kv_heads
+        both = heads + kv_heads
         qkv = self.qkv(u).view(u.shape[0], -1, head_dim)
         qk = rotary.rotate(rms_norm(qkv[:, :both], None, config.rms_norm_eps) * self.head_norm)
-        query = qk[:, :heads] * head_dim**-0.5
         block = torch.stack([qk[:, heads:], qkv[:, both:] * config.value_scale], dim=1)  # [R * B, 2, K, D]
-        outputs = []
-        for r, context in enumerate(contexts):
-            own = slice(r * width, (r + 1) * width)
-            context.write_block(self.index, block[own])
-            keys, values, first = context.view(self.index, width)
-            folded = query[own].view(width, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-            scores = torch.bmm(folded, keys.permute(1, 2, 0)).float()
-            bias = biases.get(self.attention, context.num_committed, first, keys.shape[0])
-            if bias is not None:
-                scores = scores.view(kv_heads, groups, width, -1).add_(bias).view_as(scores)
-            out = torch.bmm(self._softmax(scores, groups, width).to(values.dtype), values.transpose(0, 1))
-            outputs.append(out.view(kv_heads, groups, width, head_dim).permute(2, 0, 1, 3).reshape(width, -1))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return blocks.attend(self, qk[:, :heads], block)
 
-    def _softmax(self, scores: torch.Tensor, groups: int, width: int) -> torch.Tensor:
+    def softmax(self, scores: torch.Tensor, groups: int, width: int) -> torch.Tensor:
         """Row-wise softmax [K, G * B, n]; a sink is one more column that takes weight and gives nothing."""
         if self.sinks is None:
             return torch.softmax(scores, dim=-1)
         sinks = self.sinks.float().view(-1, groups, 1).expand(-1, groups, width).reshape(*scores.shape[:2], 1)
         return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+
+
+class _Blocks(Protocol):
+    """The blocks of one pass, and what they attend to."""
+
+    def attend(self, layer: _DraftLayer, query: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        """query [R * B, N, D], rotated, and the rows' own keys and values [R * B, 2, K, D] in one layer → [R * B, N * D]."""
+        ...
+
+
+class PagedBlocks:
+    """Contexts in pages, for kernels. slots [R * B] int64: where the block's own rows are stored, as scratch."""
+
+    def __init__(self, pages: ContextPages, slots: torch.Tensor, launch: Launch) -> None:
+        self._pages, self._slots, self._launch = pages, slots, launch
+
+    def attend(self, layer: _DraftLayer, query: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        cache, one = self._pages.rows[:, layer.index], self._launch
+        kv_store(block, self._slots, cache)
+        return paged_attention(
+            query, cache, one.page_table, one.row_starts, one.num_rows, one.kv_lens, self._pages.page_size, query.shape[-1] ** -0.5,
+            max_num_rows=one.max_num_rows, max_kv_len=one.max_kv_len, causal=layer.attention.causal, window=layer.attention.window,
+            sinks=layer.sinks,
+        ).flatten(1)  # fmt: skip
+
+
+class _BufferedBlocks:
+    """One buffer per request; rows: B."""
+
+    def __init__(self, contexts: Sequence[DraftContext], rows: int, device: str) -> None:
+        self._contexts, self._rows = contexts, rows
+        self._biases = _Biases(rows, device)
+        for context in contexts:
+            context.reserve_block(rows)
+
+    def attend(self, layer: _DraftLayer, query: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        rows, head_dim, kv_heads = self._rows, query.shape[2], block.shape[2]
+        groups = query.shape[1] // kv_heads
+        query = query * head_dim**-0.5
+        outputs = []
+        for r, context in enumerate(self._contexts):
+            own = slice(r * rows, (r + 1) * rows)
+            context.write_block(layer.index, block[own])
+            keys, values, first = context.view(layer.index, rows)
+            folded = query[own].view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+            scores = torch.bmm(folded, keys.permute(1, 2, 0)).float()
+            bias = self._biases.get(layer.attention, context.num_committed, first, keys.shape[0])
+            if bias is not None:
+                scores = scores.view(kv_heads, groups, rows, -1).add_(bias).view_as(scores)
+            out = torch.bmm(layer.softmax(scores, groups, rows).to(values.dtype), values.transpose(0, 1))
+            outputs.append(out.view(kv_heads, groups, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class _Biases:
@@ -223,6 +273,13 @@ class Drafter:
         like = torch.empty(0, dtype=self.activations, device=self.device)
         return DraftContext(windows, self.config.num_kv_heads, self.config.head_dim, like)
 
+    def new_pages(self, num_pages: int, page_size: int) -> ContextPages:
+        """Empty pages for the contexts of all requests."""
+        config = self.config
+        return ContextPages(
+            num_pages, page_size, config.num_layers, config.num_kv_heads, config.head_dim, self.activations, self.device
+        )
+
     @torch.inference_mode()
     def context_kv(self, rows: torch.Tensor, positions: torch.Tensor, num_positions: int) -> torch.Tensor:
         """Context rows [n, H] (before `hidden_norm`) at positions [n], all below num_positions → [n, L, 2, K, D]."""
@@ -235,33 +292,47 @@ class Drafter:
         keys = rotary.rotate(flat).view_as(keys)
         return torch.stack([keys, kv[:, :, 1] * config.value_scale], dim=2)
 
+    @torch.inference_mode()
+    def ingest(
+        self, rows: torch.Tensor, positions: torch.Tensor, num_positions: int, slots: torch.Tensor, pages: torch.Tensor
+    ) -> None:
+        """The same into pages [slots, L, 2, K, D], by kernels; slots [n] int64, -1 for rows that stand for nobody."""
+        config = self.config
+        context = rms_norm(rows.to(self.activations), self.hidden_norm, config.rms_norm_eps)
+        kv = self._context_kv(context).view(rows.shape[0], *pages.shape[1:])
+        cos, sin = self._rotary.rows(positions, num_positions)
+        norms = self._context_norms[:, 0]
+        store_context(kv, norms, cos, sin, slots, pages, eps=config.rms_norm_eps, value_scale=config.value_scale)
+
     # ---- drafting -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def block_hidden(self, anchors: Sequence[int], contexts: Sequence[DraftContext], width: int) -> torch.Tensor:
         """Hidden states behind the final norm of rows 1 … width: [R, S = width, H]."""
-        config = self.config
         rows = width + 1
-        ids = torch.full((len(anchors), rows), config.mask_token_id, dtype=torch.int64)
+        ids = torch.full((len(anchors), rows), self.config.mask_token_id, dtype=torch.int64)
         ids[:, 0] = torch.tensor(list(anchors))
         ids = ids.to(self.device)
         starts = torch.tensor([context.num_committed for context in contexts])
         positions = (starts[:, None] + torch.arange(rows)).reshape(-1).to(self.device)
+        num_positions = max(context.num_committed for context in contexts) + rows
+        return self.run_block(ids, positions, num_positions, _BufferedBlocks(contexts, rows, self.device))
+
+    @torch.inference_mode()
+    def run_block(self, ids: torch.Tensor, positions: torch.Tensor, num_positions: int, blocks: _Blocks) -> torch.Tensor:
+        """ids [R, B], positions [R * B] below num_positions → hidden states behind the final norm of rows 1 … B - 1: [R, S, H]."""
+        config, rows = self.config, ids.shape[1]
         x = F.embedding(ids, self._embedding).to(self.activations)
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         if self._mask_embedding is not None:
             x[:, 1:] = self._mask_embedding
         x = x.view(-1, x.shape[-1])
-        tables = self._rotary.rows(positions, max(context.num_committed for context in contexts) + rows)
-        rotary = Rotary.from_tables(*tables)
-        biases = _Biases(rows, self.device)
-        for context in contexts:
-            context.reserve_block(rows)
+        rotary = Rotary.from_tables(*self._rotary.rows(positions, num_positions))
         for layer in self.layers:
-            x = layer(x, rows, rotary, contexts, biases)
+            x = layer(x, rows, rotary, blocks)
         x = rms_norm(x, self.norm, config.rms_norm_eps)
-        return x.view(len(anchors), rows, -1)[:, 1:]
+        return x.view(ids.shape[0], rows, -1)[:, 1:]
 
     @torch.inference_mode()
     def candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,23 +358,18 @@ class Drafter:
         uniforms: torch.Tensor | None = None,
         matching: Sequence[bool] | None = None,
         token_noise: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        draws: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Draft:
         """Draft `width` tokens for each request. Greedy requests (temperature < 1e-5) take the best candidate.
 
         uniforms [R, S] fp32 in [0, 1): sampled requests draw from q by inverse CDF. matching[r] (default: none): request r
         draws by the race that its target runs too, argmax q / E over the candidates, which is argmax of score / temperature
         + Gumbel noise; token_noise gives their E, fp64 [M, S, C], for the candidate ids [M, S, C] of the M requests that
-        match, in order. draws: the seeds and anchor positions of all R, from which a drafter that `draws_itself` takes the same
-        noise; it needs no other.
+        match, in order.
         """
         hidden = self.block_hidden(anchors, contexts, width)
-        unary, ids = self.candidates(hidden)
-        warm = [temperature >= GREEDY_BELOW for temperature in temperatures]
-        rules = [(RACE if own else DRAW) if hot else GREEDY for hot, own in zip(warm, matching or [False] * len(warm), strict=True)]
+        rules = draw_rules(temperatures, matching or [False] * len(anchors))
         divisor = torch.tensor([max(t, GREEDY_BELOW) for t in temperatures], dtype=torch.float32, device=self.device)
-        if self.draws_itself and (draws is not None or not any(warm)):
-            return self._walk(hidden, unary, ids, anchors, divisor, rules, draws or ([0] * len(rules), [0] * len(rules)))
+        unary, ids = self.candidates(hidden)
         if self.candidate_selector is not None:
             scores = self.candidate_selector.lattice(hidden, unary, ids, torch.tensor(list(anchors), device=self.device))
         else:
@@ -318,29 +384,22 @@ class Drafter:
             return Draft(tokens, None, None)
         return Draft(tokens, ids, realised_rows(probs, path))
 
-    def _walk(
-        self, hidden: torch.Tensor, unary: torch.Tensor, ids: torch.Tensor, anchors: Sequence[int], temperatures: torch.Tensor,
-        rules: Sequence[int], draws: tuple[Sequence[int], Sequence[int]],
-    ) -> Draft:
-        """The same draft from the walk's kernel."""
+    @torch.inference_mode()
+    def walk(
+        self, hidden: torch.Tensor, anchors: torch.Tensor, temperatures: torch.Tensor, rules: torch.Tensor, seeds: torch.Tensor, bases: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Head and walk, by kernels: hidden [R, S, H], the rest [R] as `selector_walk` wants it → (tokens [R, S], candidate ids and
+        their realised q [R, S, C])."""
         selector = self.candidate_selector
-        seeds = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in draws[0]]  # the bits of an unsigned seed
-        table = torch.tensor([list(anchors), seeds, list(draws[1])], dtype=torch.int64).to(self.device)
+        unary, ids = self.candidates(hidden)
         tokens, probs = selector_walk.selector_walk(
             unary, ids,
             None if selector is None else selector.project(hidden),
             None if selector is None else selector.predecessor_codebook,
             None if selector is None else selector.successor_codebook,
-            table[0], temperatures, torch.tensor(rules, dtype=torch.int32).to(self.device), table[1], table[2],
+            anchors, temperatures, rules, seeds, bases,
         )  # fmt: skip
-        if DRAW not in rules:
-            return Draft(tokens.tolist(), None, None)
-        return Draft(tokens.tolist(), ids, probs)
-
-    @property
-    def draws_itself(self) -> bool:
-        """Whether noise comes from the walk's kernel, by seed and position."""
-        return selector_walk.OPERATOR.has_kernel(self.device)
+        return tokens, ids, probs
 
 
 def load_drafter(folder: Path, config: DrafterConfig, share: TargetShare, *, dtype: str, device: str) -> Drafter:

@@ -12,13 +12,14 @@ import torch
 from dflash2_kernels.paged_attention import OPERATOR, paged_attention
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.integers import integers
+from dflash2_ray.models.upload import upload
 
 _SHORT = 32  # rows; a launch is sized by its longest span, so prompts' chunks get one of their own
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """row_starts, num_rows, kv_lens [R] int32, page_table [R, pages] int32; the limits are host numbers."""
+class Launch:
+    """row_starts, num_rows, kv_lens [R] int32, page_table [R, pages] int32; the limits are host numbers. A request of 0 rows is padding."""
 
     row_starts: torch.Tensor
     num_rows: torch.Tensor
@@ -33,7 +34,7 @@ class PagedPlan:
     """See the module."""
 
     page_size: int
-    launches: tuple[_Launch, ...]
+    launches: tuple[Launch, ...]
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
         """query [P, N, D] against one layer's cache [slots, 2, K, D] → [P, N * D]; rows of no span are zero."""
@@ -58,7 +59,7 @@ def plan_pages(batch: AttentionBatch) -> PagedPlan:
     return PagedPlan(batch.page_size, tuple(_launch(spans, batch.page_size, batch.slots.device) for spans in (short, long) if spans))
 
 
-def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> _Launch:
+def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> Launch:
     counts = [-(-span.kv_len // page_size) for span in spans]
     width = max(counts)
     size = len(spans)
@@ -68,8 +69,8 @@ def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> _Lau
         numbers += [*column, *([0] * (room - size))]
     for span, count in zip(spans, counts, strict=True):
         numbers += [*span.page_ids[:count], *([0] * (width - count))]
-    flat = integers(numbers, np.int32).to(device)  # one copy for all
-    return _Launch(
+    flat = upload(integers(numbers, np.int32), device)  # one copy for all
+    return Launch(
         flat[:size], flat[room : room + size], flat[2 * room : 2 * room + size], flat[3 * room :].view(size, width),
         max(span.num_rows for span in spans), max(span.kv_len for span in spans),
     )  # fmt: skip

@@ -291,9 +291,16 @@ class Target:
             spare = fast_rows(self._dtype, self.device, num_rows) - num_rows
             if spare:
                 ids, positions = nn.functional.pad(ids, (0, spare)), nn.functional.pad(positions, (0, spare))
+        hidden, features = self.forward_planned(ids, positions, self._plan(batch), max(span.kv_len for span in batch.spans), cache)
+        return hidden[:num_rows], None if features is None else features[:num_rows]
+
+    @torch.inference_mode()
+    def forward_planned(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, num_positions: int, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same for rows [P], P ≥ T, whose attention is planned already: all P rows come back. Positions lie below num_positions."""
         x = embed(ids, self.embedding, self.shard.vocabulary(self.facts.vocab_size), self.shard).to(self.activations)
-        plan = self._plan(batch)
-        cos, sin = self._rotary.rows(positions, max(span.kv_len for span in batch.spans))
+        cos, sin = self._rotary.rows(positions, num_positions)
         rotary = Rotary.from_tables(cos, sin)
         context = PagedContext(plan, cache, {})
         tapped: dict[int, torch.Tensor] = {-1: x} if -1 in self.taps else {}
@@ -305,8 +312,7 @@ class Target:
             if index in self.taps:
                 tapped[index] = x
         features = torch.cat([tapped[tap] for tap in self.taps], dim=-1) if self.taps else None
-        hidden = self._base.norm(x)
-        return hidden[:num_rows], None if features is None else features[:num_rows]
+        return self._base.norm(x), features
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,25 +9,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from dflash2_ray.config import DrafterFacts, EngineConfig, ServiceConfig, TargetFacts, resolve
 from dflash2_ray.core.draft_port import DraftPort
 from dflash2_ray.errors import CheckpointError, ConfigError
 from dflash2_ray.models.dflash2 import load_context_projection, load_drafter
 from dflash2_ray.models.drafter_checkpoint import validate_drafter
 from dflash2_ray.models.drafter_config import DrafterConfig, read_drafter_config
+from dflash2_ray.models.paged_plan import kernels_run
 from dflash2_ray.models.source import locate, read_target_facts
 from dflash2_ray.models.target import Target
 from dflash2_ray.models.target_ends import read_target_share
 from dflash2_ray.models.target_share import TargetShare
 from dflash2_ray.models.tensor_files import TensorFiles
 from dflash2_ray.models.tensor_parallel import Shard
+from dflash2_ray.runtime.cuda_graphs import CudaBackend
 from dflash2_ray.runtime.draft_link import RemoteDraftPort
+from dflash2_ray.runtime.draft_rounds import DraftRounds
 from dflash2_ray.runtime.drafter_runner import ColocatedDraftPort, DrafterRunner
 from dflash2_ray.runtime.machine import limit_threads, read_machine_facts
 from dflash2_ray.runtime.pipelined_loop import PipelinedLoop
 from dflash2_ray.runtime.rank_loop import Followers
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
+from dflash2_ray.runtime.verify_graphs import Limits, VerifyGraphs
 from dflash2_ray.sampling.grammar import GrammarState, GrammarVocabulary
 from dflash2_ray.text.generation_defaults import read_generation_defaults
 
@@ -138,6 +144,9 @@ def build_from_blueprint(
         followers=followers,
         grammars=functools.partial(GrammarState, vocabulary),
     )
+    if engine.cuda_graphs and target.shard.size == 1 and kernels_run(torch.device(engine.device)):  # one rank decides alone what it runs
+        limits = Limits(engine.max_num_seqs, engine.num_speculative_tokens + 1, engine.max_model_len, engine.page_size)
+        runner.verify_graphs = VerifyGraphs(target, projection, runner.cache, limits, CudaBackend())
     loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
     return loop_class(
         engine,
@@ -160,4 +169,16 @@ def build_drafter_runner(blueprint: Blueprint, share: TargetShare | None = None)
     drafter = load_drafter(
         blueprint.drafter_folder, blueprint.drafter_config, share, dtype=engine.dtype, device=engine.device
     )
-    return DrafterRunner(drafter, max_num_requests=engine.max_num_seqs)
+    rounds = None
+    if kernels_run(torch.device(engine.device)):
+        block = engine.num_speculative_tokens + 1
+        scratch = engine.max_num_seqs * -(-block // engine.page_size)  # a block's own rows, behind what the target holds pages for
+        rounds = DraftRounds(
+            drafter,
+            drafter.new_pages(engine.num_kv_pages + scratch, engine.page_size),
+            max_num_requests=engine.max_num_seqs,
+            num_block_rows=block,
+            num_positions=min(engine.max_model_len + block, engine.drafter_max_model_len),
+            backend=CudaBackend() if engine.cuda_graphs else None,
+        )
+    return DrafterRunner(drafter, max_num_requests=engine.max_num_seqs, rounds=rounds)

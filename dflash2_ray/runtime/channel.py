@@ -23,6 +23,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 MAX_BUFFER_BYTES = 1024 * 1024 * 1024
 _LARGEST_UNIX_PATH = 107  # sun_path holds 108 bytes with the final zero
 _SILENT_HOST_S = 60  # a host that acknowledges nothing for so long is gone
+_CHUNK_BYTES = 64 * 1024  # of one read; what a frame needs beyond it is read to where it stays
 
 
 class ChannelClosed(Exception):
@@ -76,15 +77,17 @@ class Listener:
 
 
 class Channel:
-    """One connection; `send` may be called from several threads, `receive` from one."""
+    """One connection; `send` may be called from several threads, `receive` and `arrived_frame` from one at a time."""
 
     def __init__(self, peer: socket.socket) -> None:
         if peer.family != socket.AF_UNIX:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _watch_for_silence(peer)
         self.socket = peer
-        self._file = peer.makefile("rb")
         self._lock = threading.Lock()
+        self._chunk = memoryview(bytearray(_CHUNK_BYTES))
+        self._start = self._stop = 0  # what has been read into the chunk and belongs to no frame yet
+        self._partial: _Partial | None = None
 
     @classmethod
     def connect(cls, address: Mapping[str, Any], timeout_s: float | None = None) -> "Channel":
@@ -131,45 +134,116 @@ class Channel:
 
     def receive_frame(self) -> tuple[Any, list[bytearray]]:
         """The next message and its buffers. Raises ChannelClosed at the end, ValueError for a frame that is none."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        with_buffers, length = bool(length & _WITH_BUFFERS), length & ~_WITH_BUFFERS
-        body = msgpack.unpackb(self._read(_checked(length)), strict_map_key=False)
-        if not with_buffers:
-            return body, []
-        if not (isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)):
-            raise ValueError("a frame with buffers: expected [message, sizes]")
-        return body[0], [self._read_buffer(size) for size in body[1]]
+        while (frame := self._whole_frame()) is None:
+            self._read(0)
+        return frame
 
-    def _read(self, count: int) -> bytes:
+    def arrived_frame(self) -> tuple[Any, list[bytearray]] | None:
+        """The next message and its buffers if they have arrived; never waits. Without a receive timeout only. Raises as
+        `receive_frame`, for the end behind the last whole frame."""
+        while (frame := self._whole_frame()) is None:
+            if not self._read(socket.MSG_DONTWAIT):
+                return None
+        return frame
+
+    def _read(self, flags: int) -> bool:
+        """Read once, into the frame at hand where it takes a whole chunk; False if nothing is there. Raises ChannelClosed."""
+        partial = self._partial
+        direct = partial is not None and self._start == self._stop and partial.num_missing >= _CHUNK_BYTES
+        if direct:
+            target = memoryview(partial.newest)[partial.filled :]  # type: ignore[union-attr]
+        else:
+            if self._start:
+                left = self._stop - self._start
+                self._chunk[:left] = self._chunk[self._start : self._stop]
+                self._start, self._stop = 0, left
+            target = self._chunk[self._stop :]
         try:
-            data = self._file.read(count)
-        except (OSError, ValueError) as error:  # ValueError: closed by another thread
+            count = self.socket.recv_into(target, 0, flags)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
             raise ChannelClosed(str(error)) from None
-        if len(data) < count:
+        if not count:
             raise ChannelClosed("end of stream")
-        return data
+        if direct:
+            partial.filled += count  # type: ignore[union-attr]
+        else:
+            self._stop += count
+        return True
 
-    def _read_buffer(self, size: Any) -> bytearray:
-        if not isinstance(size, int) or not 0 <= size <= MAX_BUFFER_BYTES:
-            raise ValueError(f"a buffer of {size!r} bytes; expected at most {MAX_BUFFER_BYTES}")
-        buffer = bytearray(size)
-        view, read = memoryview(buffer), 0
-        while read < size:
-            try:
-                count = self._file.readinto(view[read:])  # type: ignore[attr-defined]
-            except (OSError, ValueError) as error:
-                raise ChannelClosed(str(error)) from None
-            if not count:
-                raise ChannelClosed("end of stream")
-            read += count
-        return buffer
+    def _whole_frame(self) -> tuple[Any, list[bytearray]] | None:
+        """Take a frame out of what was read; None where more must come."""
+        if self._partial is None:
+            if self._stop - self._start < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack_from(self._chunk, self._start)
+            self._start += _LENGTH.size
+            self._partial = _Partial(bool(length & _WITH_BUFFERS), _checked(length & ~_WITH_BUFFERS))
+        partial = self._partial
+        while True:
+            count = min(partial.num_missing, self._stop - self._start)
+            if count:
+                partial.newest[partial.filled : partial.filled + count] = self._chunk[self._start : self._start + count]
+                partial.filled += count
+                self._start += count
+            if partial.num_missing:
+                return None
+            if not partial.begin_next():
+                self._partial = None
+                return partial.message, partial.pieces[1:]
+
+    def shut_down(self) -> None:
+        """End both directions; a waiting `receive` raises ChannelClosed. `close` is still to come."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close both directions; a waiting `receive` raises ChannelClosed."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits, so that closing the file does not wait for them
+        """Shut down and let go of the socket."""
+        self.shut_down()
         self.socket.close()
-        self._file.close()  # only now is the socket gone, and the other side told that unread bytes stay unread
+
+
+class _Partial:
+    """A frame whose rest has yet to come: its body, then its buffers, one after the other. `newest` is being filled."""
+
+    def __init__(self, with_buffers: bool, body_bytes: int) -> None:
+        self.message: Any = None
+        self.pieces: list[bytearray] = [bytearray(body_bytes)]
+        self.filled = 0
+        self._with_buffers = with_buffers
+        self._sizes: list[int] = []
+
+    @property
+    def newest(self) -> bytearray:
+        return self.pieces[-1]
+
+    @property
+    def num_missing(self) -> int:
+        """Bytes of the piece that is being filled."""
+        return len(self.pieces[-1]) - self.filled
+
+    def begin_next(self) -> bool:
+        """Go on to the next piece, behind one that is whole; False when there is none. Raises ValueError."""
+        if len(self.pieces) == 1:
+            self._read_body()
+        if len(self.pieces) > len(self._sizes):
+            return False
+        size = self._sizes[len(self.pieces) - 1]
+        if not isinstance(size, int) or not 0 <= size <= MAX_BUFFER_BYTES:
+            raise ValueError(f"a buffer of {size!r} bytes; expected at most {MAX_BUFFER_BYTES}")
+        self.pieces.append(bytearray(size))
+        self.filled = 0
+        return True
+
+    def _read_body(self) -> None:
+        body = msgpack.unpackb(self.pieces[0], strict_map_key=False)
+        if not self._with_buffers:
+            self.message = body
+        elif isinstance(body, list) and len(body) == 2 and isinstance(body[1], list):
+            self.message, self._sizes = body
+        else:
+            raise ValueError("a frame with buffers: expected [message, sizes]")
 
 
 class AsyncChannel:

@@ -1,9 +1,10 @@
 """The target's end of a drafter in another process: a `DraftPort` that loses a drafter, waits for none, and warms the next.
 
 Everything that a drafter knows is kept in a log here, so a new one (`connect`, at any time, from any thread) is told again bit by
-bit with the traffic of later steps, and a request is asked for once it has been told in full. The step loop never waits for a
-socket: a writer sends in the background, and a drafter that takes nothing off its connection is given up. Waiting for
-drafts ends at the deadline; several in a row without a sign of life end the waiting altogether until there is one.
+bit with the traffic of later steps, and a request is asked for once it has been told in full. The step loop never waits to
+send: a writer does in the background, and a drafter that takes nothing off its connection is given up. It reads its drafts
+itself while it waits for them; a thread reads at other times. Waiting for drafts ends at the deadline; several in a row without
+a sign of life end the waiting altogether until there is one.
 It must not know who starts and kills drafters: `suspect` tells the owner when to.
 """
 
@@ -20,6 +21,7 @@ import torch
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, RowSpan, Wanted
 from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.ledger import Ledger
+from dflash2_ray.runtime.arrivals import Arrivals
 from dflash2_ray.runtime.channel import Channel, ChannelClosed
 from dflash2_ray.runtime.context_log import ContextLog
 from dflash2_ray.runtime.draft_deadline import DraftDeadline
@@ -77,6 +79,7 @@ class _Link:
 
     generation: int
     channel: Channel
+    arrivals: Arrivals
     lane: TensorLane | None
     writer: FrameWriter
     replays: dict[str, _Replay]
@@ -182,7 +185,7 @@ class RemoteDraftPort:
                 self._lost, self._num_silent = False, 0
                 self._deadline.restart()
                 replays = {request_id: _Replay() for request_id in self._log}
-                link = _Link(generation, channel, lane, self._new_writer(channel, lane), replays)
+                link = _Link(generation, channel, Arrivals(channel.socket), lane, self._new_writer(channel, lane), replays)
                 self._link = link
             threading.Thread(target=self._read, args=(link,), name="draft-link-reader", daemon=True).start()
 
@@ -238,7 +241,7 @@ class RemoteDraftPort:
         self._past_counters.update(self._drafter_counters)
         self._drafter_counters = {}
         link.writer.close()
-        link.channel.close()
+        link.channel.shut_down()  # the reader's thread closes it
         self._changed.notify_all()
 
     def _lose(self, link: _Link, reason: str) -> None:
@@ -318,12 +321,27 @@ class RemoteDraftPort:
             return {**total, **{name: self._own[name] for name in _OWN_COUNTERS}}
 
     def _wait(self, done: Callable[[], bool], link: _Link | None, end: float) -> None:
-        """Wait until `done`, `end`, or the link is gone."""
+        """Wait until `done`, `end`, or the link is gone; the first thread that waits reads, others are told by it."""
         while not done() and link is not None and self._link is link:
             left = end - self._clock()
             if left <= 0:
                 return
-            self._changed.wait(left)
+            if link.arrivals.handed_over:
+                self._changed.wait(left)
+            else:
+                self._read_here(link, left)
+
+    def _read_here(self, link: _Link, timeout_s: float) -> None:
+        """Wait for the connection and take what arrives. The lock is held, but not while waiting."""
+        link.arrivals.hand_over()
+        self._changed.release()
+        try:
+            link.arrivals.wait(timeout_s)
+        finally:
+            self._changed.acquire()
+            self._take_arrived(link)
+            link.arrivals.hand_back()
+            self._changed.notify_all()
 
     def _note_silence(self, link: _Link) -> None:
         """A deadline has passed without any answer. Answers, however late, set `_num_silent` back to 0."""
@@ -416,24 +434,31 @@ class RemoteDraftPort:
     # ---- receiving ------------------------------------------------------------------------------------------------
 
     def _read(self, link: _Link) -> None:
-        reason = "end of stream"
+        """The reader's thread: takes what arrives while nobody waits, notices the end, and closes the connection behind it."""
+        while self._link is link:
+            link.arrivals.wait_in_background()
+            with self._changed:
+                if not link.arrivals.handed_over:
+                    self._take_arrived(link)
+                    self._changed.notify_all()
+        with self._changed:
+            self._changed.wait_for(lambda: not link.arrivals.handed_over)
+            link.arrivals.close()
+        link.channel.close()
+
+    def _take_arrived(self, link: _Link) -> None:
+        """Everything that has arrived, in order. The lock is held."""
         try:
-            while True:
-                header, buffers = link.channel.receive_frame()
+            while self._link is link and (frame := link.channel.arrived_frame()) is not None:
+                header, buffers = frame
                 kind = kind_of(header)
                 if kind == "refused":
                     raise WireError(str(header.get("reason")))
                 answer = unpack_answer(header, buffers)
-                with self._changed:
-                    if self._link is not link:
-                        return
-                    self.ledger.add("transfer_bytes", sum(len(buffer) for buffer in buffers))
-                    self._take(link, answer, is_draft=kind == "answer")
-                    self._changed.notify_all()
+                self.ledger.add("transfer_bytes", sum(len(buffer) for buffer in buffers))
+                self._take(link, answer, is_draft=kind == "answer")
         except (ChannelClosed, ValueError) as error:
-            reason = str(error)
-        with self._changed:
-            self._lose(link, reason)
+            self._lose(link, str(error))
 
     def _take(self, link: _Link, answer: Answer, *, is_draft: bool) -> None:
         if answer.generation != link.generation:

@@ -9,14 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, Wanted
 from dflash2_ray.core.ledger import Ledger
-from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter
+from dflash2_ray.models.context_pages import PagedContext
+from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter, draw_rules
 from dflash2_ray.models.draft_context import DraftContext, append_all
+from dflash2_ray.runtime.cuda_graphs import GraphPool
+from dflash2_ray.runtime.draft_rounds import MOST_NEW_ROWS, Block, DraftRounds, NewRows
 from dflash2_ray.runtime.pending_rows import take_committed
 from dflash2_ray.sampling.noise import Purpose, uniforms
 from dflash2_ray.sampling.token_noise import exponentials
@@ -30,7 +34,7 @@ class _Drafted:
     temperature: float
     seed: int
     matching: bool
-    context: DraftContext
+    context: DraftContext | PagedContext
     anchor: int | None = None
     base_len: int = 0
     broken: bool = False
@@ -38,13 +42,15 @@ class _Drafted:
 
 
 class DrafterRunner:
-    """Applies messages and drafts. Not thread-safe."""
+    """Applies messages and drafts. Not thread-safe. rounds: for a device with kernels; None keeps one buffer per request."""
 
-    def __init__(self, drafter: Drafter, *, max_num_requests: int) -> None:
+    def __init__(self, drafter: Drafter, *, max_num_requests: int, rounds: DraftRounds | None = None) -> None:
         self.drafter = drafter
+        self.rounds = rounds
         self.counters: Counter[str] = Counter()
         self._max_num_requests = max_num_requests
         self._requests: dict[str, _Drafted] = {}
+        self._new: list[NewRows] = []  # rows that the next round takes in
 
     def apply(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
         """Apply messages in order; context of all commits is computed in one pass. Never raises for a stale message."""
@@ -73,6 +79,8 @@ class DrafterRunner:
                 self.counters["stale_base"] += 1
             else:
                 by_width.setdefault(want.width, []).append((want, request))
+        if self.rounds is not None:
+            return self._draft_round(self.rounds, [one for group in by_width.values() for one in group])
         return [proposal for width, group in by_width.items() for proposal in self._draft(width, group)]
 
     @property
@@ -82,6 +90,8 @@ class DrafterRunner:
 
     def close(self) -> None:
         """Drop every context."""
+        for request in self._requests.values():
+            self._drop(request)
         self._requests.clear()
 
     # ---- messages -----------------------------------------------------------------------------------------------
@@ -94,7 +104,9 @@ class DrafterRunner:
         if known is None and len(self._requests) >= self._max_num_requests:
             self.counters["too_many_requests"] += 1
             return
-        context = self.drafter.new_context()
+        if known is not None:
+            self._drop(known)
+        context = self.drafter.new_context() if self.rounds is None else PagedContext(self.rounds.pages)
         self._requests[message.request_id] = _Drafted(
             message.epoch, message.temperature, message.seed, message.matching, context
         )
@@ -123,6 +135,10 @@ class DrafterRunner:
             self.counters["missing_rows"] += 1
         if request.broken:
             return
+        if isinstance(request.context, PagedContext) and not request.context.reserve(message.base_len):
+            request.broken = True
+            self.counters["no_room"] += 1
+            return
         ready.append((request, request.base_len, torch.cat(pieces) if len(pieces) > 1 else pieces[0]))
         request.base_len, request.anchor = message.base_len, message.anchor
 
@@ -131,7 +147,15 @@ class DrafterRunner:
         if request is None or request.epoch > message.epoch:
             self.counters["stale_epoch" if request else "unknown_request"] += 1
             return
+        self._drop(request)
         del self._requests[message.request_id]
+
+    def _drop(self, request: _Drafted) -> None:
+        """Give back what a request holds, also if a commit of the same messages is still to be taken in."""
+        request.broken = True
+        if isinstance(request.context, PagedContext):
+            self._new = [one for one in self._new if one.context is not request.context]
+            request.context.release()
 
     def _current(self, request_id: str, epoch: int) -> _Drafted | None:
         request = self._requests.get(request_id)
@@ -146,6 +170,9 @@ class DrafterRunner:
     def _extend(self, ready: Sequence[tuple[_Drafted, int, torch.Tensor]]) -> None:
         if not ready:
             return
+        if self.rounds is not None:
+            self._take_in(self.rounds, ready)
+            return
         device = self.drafter.device  # rows come from wherever the target is: over a socket they lie in host memory
         rows = (ready[0][2] if len(ready) == 1 else torch.cat([piece for _, _, piece in ready])).to(device)
         counts = [piece.shape[0] for _, _, piece in ready]
@@ -153,7 +180,19 @@ class DrafterRunner:
         offsets = np.array(stops) - np.cumsum(counts)  # from a row's place in the batch to its position
         positions = torch.from_numpy(np.arange(rows.shape[0]) + np.repeat(offsets, counts)).to(device)
         kv = self.drafter.context_kv(rows, positions, max(stops))
-        append_all([request.context for request, _, _ in ready], kv, counts)
+        append_all([request.context for request, _, _ in ready], kv, counts)  # type: ignore[misc]
+
+    def _take_in(self, rounds: DraftRounds, ready: Sequence[tuple[_Drafted, int, torch.Tensor]]) -> None:
+        """Leave the rows to the next round, if they are as few as those of a step; prompts are taken in at once."""
+        for request, first, rows in ready:
+            if request.broken:
+                continue
+            assert isinstance(request.context, PagedContext), "rounds have paged contexts"
+            self._new.append(NewRows(request.context, first, rows))
+            request.context.num_committed = first + rows.shape[0]
+        if sum(one.rows.shape[0] for one in self._new) > MOST_NEW_ROWS:
+            rounds.ingest(self._new)
+            self._new = []
 
     # ---- drafting -----------------------------------------------------------------------------------------------
 
@@ -162,7 +201,7 @@ class DrafterRunner:
         temperatures = [request.temperature for request in requests]
         sampled = [request.temperature >= GREEDY_BELOW and not request.matching for request in requests]
         noise = None
-        if any(sampled) and not self.drafter.draws_itself:
+        if any(sampled):
             noise = uniforms(*_draws(group, width), Purpose.DRAFT).view(len(group), width)
 
         def token_noise(ids: torch.Tensor) -> torch.Tensor:
@@ -172,13 +211,12 @@ class DrafterRunner:
         anchors = [request.anchor for request in requests if request.anchor is not None]
         draft = self.drafter.draft(
             anchors,
-            [request.context for request in requests],
+            [request.context for request in requests],  # type: ignore[misc]
             width,
             temperatures,
             noise,
             [request.matching for request in requests],
             token_noise,
-            ([request.seed for request in requests], [want.base_len for want, _ in group]),
         )
         proposals = []
         for r, (want, _) in enumerate(group):
@@ -187,6 +225,27 @@ class DrafterRunner:
                 ids, probs = draft.candidate_ids[r], draft.candidate_probs[r]
             proposals.append(Proposal(want.request_id, want.epoch, want.base_len, tuple(draft.token_ids[r]), ids, probs))
         return proposals
+
+    def _draft_round(self, rounds: DraftRounds, group: Sequence[tuple[Wanted, _Drafted]]) -> list[Proposal]:
+        """All widths in one round."""
+        roomy: list[Wanted] = []
+        blocks: list[Block] = []
+        for want, request in group:
+            assert isinstance(request.context, PagedContext), "rounds have paged contexts"
+            assert request.anchor is not None, "a request without an anchor is not drafted for"
+            if not request.context.reserve(request.base_len + want.width + 1):
+                self.counters["no_room"] += 1
+                continue
+            roomy.append(want)
+            (rule,) = draw_rules([request.temperature], [request.matching])
+            blocks.append(Block(request.context, request.anchor, want.width, rule, request.temperature, request.seed))
+        if not blocks:
+            return []
+        new, self._new = self._new, []
+        return [
+            Proposal(want.request_id, want.epoch, want.base_len, one.token_ids, one.candidate_ids, one.candidate_probs)
+            for want, one in zip(roomy, rounds.draft(new, blocks), strict=True)
+        ]
 
 
 def _draws(group: Sequence[tuple[Wanted, _Drafted]], width: int) -> tuple[list[int], list[int]]:
@@ -204,6 +263,10 @@ class ColocatedDraftPort:
     def __init__(self, runner: DrafterRunner) -> None:
         self.runner = runner
         self.ledger = Ledger()
+
+    @property
+    def graphs(self) -> GraphPool[Any] | None:
+        return None if self.runner.rounds is None else self.runner.rounds.graphs
 
     def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
         self.runner.apply(messages)

@@ -1,18 +1,17 @@
 """Serves one target at a time over a listener: its messages in order, then the drafts that it asks for.
 
-A reader thread takes frames off the connection; the thread that calls `run` applies and drafts. Everything that has arrived is
-applied before a draft begins, and an ask that a later one for the same request replaced is not drafted. A new target
-begins with no contexts. It must not know ray, nor what the target does with a draft.
+The thread that calls `run` takes frames off the connection, applies and drafts: no hand-over between threads on the way.
+Everything that has arrived is applied before a draft begins, and an ask that a later one for the same request replaced is not
+drafted. A new target begins with no contexts. It must not know ray, nor what the target does with a draft.
 """
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 from dflash2_ray.core.draft_port import Proposal, Rows, Wanted
 from dflash2_ray.core.failure_log import FailureLog
@@ -40,13 +39,12 @@ _MOST_ROWS = 4096  # context rows that are taken in with one pass
 
 @dataclass(frozen=True)
 class _Arrived:
-    """One frame. kind: `step` (messages), `ask` (wanted), `counters`, or `gone` (reason)."""
+    """One frame. kind: `step` (messages), `ask` (wanted) or `counters`."""
 
     kind: str
-    number: int = 0
+    number: int
     messages: Sequence[Message] = ()
     wanted: Sequence[Wanted] = ()
-    reason: str = ""
 
 
 class DrafterServer:
@@ -96,7 +94,7 @@ class DrafterServer:
                 return "stopped"
             self._channel = channel
         try:
-            return self._serve(channel)
+            self._serve(channel)
         except ChannelClosed:
             return "stopped" if self.stopped else "the target went away"
         except Exception as error:  # whatever a target does, the next one is served
@@ -121,24 +119,19 @@ class DrafterServer:
 
     # ---- one connection -------------------------------------------------------------------------------------------
 
-    def _serve(self, channel: Channel) -> str:
+    def _serve(self, channel: Channel) -> Never:
         generation, lane = self._welcome(channel)
-        inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
-        reader = threading.Thread(target=_read, args=(channel, generation, lane, inbox), name="drafter-reader", daemon=True)
-        reader.start()
         try:
-            return self._work(channel, generation, inbox)
+            self._work(channel, generation, lane)
         finally:
             if lane is not None:
                 lane.close()
 
-    def _work(self, channel: Channel, generation: int, inbox: "queue.SimpleQueue[_Arrived]") -> str:
+    def _work(self, channel: Channel, generation: int, lane: TensorLane | None) -> Never:
         asks = _Asks()
         while True:
-            arrived = _drain(inbox, block=not asks)
+            arrived = _drain(channel, generation, lane, block=not asks)
             self._busy_since = self._clock()
-            if arrived and arrived[-1].kind == "gone":
-                return "stopped" if self.stopped else arrived[-1].reason
             questions = self._take(arrived, asks)
             if asks:
                 _send(channel, pack_answer(self._draft(generation, *asks.pop())))
@@ -238,38 +231,28 @@ class _Asks:
         return number, list(self._by_number.pop(number).values())
 
 
-def _read(channel: Channel, generation: int, lane: TensorLane | None, inbox: "queue.SimpleQueue[_Arrived]") -> None:
-    receive = lane.receive if lane is not None else None
-    try:
-        while True:
-            header, buffers = channel.receive_frame()
-            kind = kind_of(header)
-            if header["generation"] != generation:
-                raise WireError(f"draft wire: expected generation {generation}, got {header['generation']}")
-            number = header["number"]
-            if kind == "step":
-                inbox.put(_Arrived(kind, number, messages=unpack_step(header, buffers, receive)))
-            elif kind == "ask":
-                inbox.put(_Arrived(kind, number, wanted=unpack_ask(header)))
-            elif kind == "counters":
-                inbox.put(_Arrived(kind, number))
-            else:
-                raise WireError(f"draft wire: expected step, ask or counters, got {kind!r}")
-    except ChannelClosed:
-        inbox.put(_Arrived("gone", reason="the target went away"))
-    except (ValueError, RuntimeError) as error:
-        failure_log.warning("the target's connection ends: %s", error)
-        inbox.put(_Arrived("gone", reason=f"the target's connection broke: {error}"))
+def _drain(channel: Channel, generation: int, lane: TensorLane | None, *, block: bool) -> list[_Arrived]:
+    """Everything that has arrived; with `block`, at least one. Raises ChannelClosed, and WireError for what is not readable."""
+    frame = channel.receive_frame() if block else channel.arrived_frame()
+    arrived = []
+    while frame is not None:
+        arrived.append(_unpack(*frame, generation, lane))
+        frame = channel.arrived_frame()
+    return arrived
 
 
-def _drain(inbox: "queue.SimpleQueue[_Arrived]", *, block: bool) -> list[_Arrived]:
-    """Everything that has arrived, "gone" last; with `block`, at least one."""
-    arrived = [inbox.get()] if block else []
-    try:
-        while True:
-            arrived.append(inbox.get_nowait())
-    except queue.Empty:
-        return arrived
+def _unpack(header: Any, buffers: Sequence[bytearray], generation: int, lane: TensorLane | None) -> _Arrived:
+    kind = kind_of(header)
+    if header["generation"] != generation:
+        raise WireError(f"draft wire: expected generation {generation}, got {header['generation']}")
+    number = header["number"]
+    if kind == "step":
+        return _Arrived(kind, number, messages=unpack_step(header, buffers, lane.receive if lane is not None else None))
+    if kind == "ask":
+        return _Arrived(kind, number, wanted=unpack_ask(header))
+    if kind == "counters":
+        return _Arrived(kind, number)
+    raise WireError(f"draft wire: expected step, ask or counters, got {kind!r}")
 
 
 def _send(channel: Channel, frame: Frame) -> None:

@@ -1,10 +1,10 @@
 """From a planned step and its drafts to the flat arrays that the target runs on, and back to each request's rows.
 
-Shapes: T rows of the flat batch. It must not know how rows are computed or what they mean.
+Laid out on the host; whoever runs it moves it. Shapes: T rows of the flat batch. It must not know how rows are computed or what they mean.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.scheduler import Planned
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.integers import integers
+from dflash2_ray.models.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class InputBatch:
 
     `logit_rows`: rows whose logits are wanted: first, in order of the planned requests that sample, their last committed token
     and their drafts (`num_sampling_rows` in all), then the rows that tell the log-probabilities of prompt tokens, where asked
-    for; None when that is every row in order.
+    for; None when that is every row in order. numbers: what all these tensors are parts of.
     """
 
     token_ids: torch.Tensor
@@ -31,12 +32,31 @@ class InputBatch:
     logit_rows: torch.Tensor | None
     num_logit_rows: int
     num_sampling_rows: int
+    numbers: torch.Tensor
+
+    def on(self, device: str) -> "InputBatch":
+        """The same batch on a device, moved in one copy."""
+        if device == "cpu":
+            return self
+        numbers = upload(self.numbers, device)
+
+        def moved(part: torch.Tensor) -> torch.Tensor:
+            return numbers[part.storage_offset() : part.storage_offset() + part.shape[0]]
+
+        return replace(
+            self,
+            token_ids=moved(self.token_ids),
+            positions=moved(self.positions),
+            attention=replace(self.attention, slots=moved(self.attention.slots)),
+            logit_rows=None if self.logit_rows is None else moved(self.logit_rows),
+            numbers=numbers,
+        )
 
 
 def build_input_batch(
-    planned: Sequence[Planned], proposals: Mapping[str, Proposal], pool: PagePool, page_size: int, device: str
+    planned: Sequence[Planned], proposals: Mapping[str, Proposal], pool: PagePool, page_size: int
 ) -> InputBatch:
-    """Lay the planned tokens and their drafts out in one flat batch."""
+    """Lay the planned tokens and their drafts out in one flat batch, on the host."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -65,15 +85,27 @@ def build_input_batch(
     num_sampling_rows = len(logit_rows)
     every_row = num_sampling_rows == len(token_ids)
     logit_rows += prompt_rows
-    on_device = _together([token_ids, positions, slots, [] if every_row else logit_rows], device)
+    return lay_out(
+        token_ids, positions, slots, None if every_row else logit_rows, spans, page_size,
+        row_starts=row_starts, num_logit_rows=len(logit_rows), num_sampling_rows=num_sampling_rows,
+    )  # fmt: skip
+
+
+def lay_out(
+    token_ids: list[int], positions: list[int], slots: list[int], logit_rows: list[int] | None, spans: Sequence[Span], page_size: int,
+    *, row_starts: Sequence[int], num_logit_rows: int, num_sampling_rows: int,
+) -> InputBatch:
+    """A batch on the host, from its columns."""
+    numbers, columns = _together([token_ids, positions, slots, logit_rows or []])
     return InputBatch(
-        token_ids=on_device[0],
-        positions=on_device[1],
-        attention=AttentionBatch(on_device[2], tuple(spans), page_size),
+        token_ids=columns[0],
+        positions=columns[1],
+        attention=AttentionBatch(columns[2], tuple(spans), page_size),
         row_starts=tuple(row_starts),
-        logit_rows=None if every_row else on_device[3],
-        num_logit_rows=len(logit_rows),
+        logit_rows=None if logit_rows is None else columns[3],
+        num_logit_rows=num_logit_rows,
         num_sampling_rows=num_sampling_rows,
+        numbers=numbers,
     )
 
 
@@ -89,12 +121,12 @@ def _add_slots(slots: list[int], pages: Sequence[int], page_size: int, start: in
         start += count
 
 
-def _together(columns: Sequence[list[int]], device: str) -> list[torch.Tensor]:
-    """The columns as int64 tensors that went to the device in one copy, each from a 16-byte boundary on, as kernels expect."""
+def _together(columns: Sequence[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The columns side by side as int64, and each as a part of it, from a 16-byte boundary on, as kernels expect."""
     numbers: list[int] = []
     starts = []
     for column in columns:
         starts.append(len(numbers))
         numbers += [*column, 0] if len(column) % 2 else column
-    whole = integers(numbers).to(device)
-    return [whole[start : start + len(column)] for start, column in zip(starts, columns, strict=True)]
+    whole = integers(numbers)
+    return whole, [whole[start : start + len(column)] for start, column in zip(starts, columns, strict=True)]

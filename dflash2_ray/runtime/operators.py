@@ -12,10 +12,9 @@ from dflash2_ray.models.linear import PackedLinear
 
 TORCH = "torch"  # the service computes it itself, the operator's kernel is not called
 _OF_TARGET = ("add_rms_norm", "kv_store", "paged_attention")
-_OF_DRAFTER = ("grouped_conv", "vocab_topk", "selector_walk")
+_OF_DRAFTER = ("grouped_conv", "vocab_topk", "selector_walk", "context_ingest")
 _TILES = "torch, whole tiles"  # `models.attention`, where no kernel runs
 _OWN_OF_TARGET = {"sparse_rejection": TORCH}  # `sampling.rejection`
-_OWN_OF_DRAFTER = {"context_ingest": TORCH}  # `models.dflash2`
 
 
 @functools.cache
@@ -33,5 +32,7 @@ def report_operators(device: str, dtype: str, *, drafts: bool) -> dict[str, str]
     if chosen["paged_attention"] == "torch reference":
         found["paged_attention"] = _TILES
     if drafts:
-        found |= {**{name: chosen[name] for name in _OF_DRAFTER}, **_OWN_OF_DRAFTER}
+        found |= {name: chosen[name] for name in _OF_DRAFTER}
+        if chosen["context_ingest"] == "torch reference":
+            found["context_ingest"] = TORCH  # `models.dflash2`
     return found

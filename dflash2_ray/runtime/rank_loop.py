@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from dflash2_ray.errors import UnitLost
-from dflash2_ray.models.attention_batch import AttentionBatch, Span
+from dflash2_ray.models.attention_batch import Span
 from dflash2_ray.models.target import Target
 from dflash2_ray.runtime.channel import Channel, ChannelClosed, Listener
-from dflash2_ray.runtime.input_batch import InputBatch
+from dflash2_ray.runtime.input_batch import InputBatch, lay_out
 
 
 class Followers:
@@ -63,11 +63,11 @@ def follow(target: Target, cache: Any, channel: Channel, generation: int, device
                 f"target rank {target.shard.rank}: expected pass {number} of generation {generation}, got pass "
                 f"{message['number']} of generation {message['generation']}"
             )
-        run_pass(target, cache, _unpack(message, device))
+        run_pass(target, cache, _unpack(message).on(device))
 
 
 def run_pass(target: Target, cache: Any, batch: InputBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """One pass, the same calls on every rank: (logits of the rows that want them, tapped features)."""
+    """One pass over a batch that lies on the device, the same calls on every rank: (logits of the rows that want them, tapped features)."""
     hidden, features = target.forward(batch.token_ids, batch.positions, batch.attention, cache)
     if batch.num_logit_rows == 0:
         return None, features
@@ -87,17 +87,9 @@ def _pack(batch: InputBatch) -> dict[str, Any]:
     }
 
 
-def _unpack(message: Mapping[str, Any], device: str) -> InputBatch:
-    def ids(key: str) -> torch.Tensor:
-        return torch.tensor(message[key], dtype=torch.int64, device=device)
-
-    spans = tuple(Span(*span) for span in message["spans"])
-    return InputBatch(
-        token_ids=ids("token_ids"),
-        positions=ids("positions"),
-        attention=AttentionBatch(ids("slots"), spans, message["page_size"]),
-        row_starts=(),
-        logit_rows=None if message["logit_rows"] is None else ids("logit_rows"),
-        num_logit_rows=message["num_logit_rows"],
-        num_sampling_rows=0,  # rank 0 alone reads logits
-    )
+def _unpack(message: Mapping[str, Any]) -> InputBatch:
+    return lay_out(
+        message["token_ids"], message["positions"], message["slots"], message["logit_rows"],
+        [Span(*span) for span in message["spans"]], message["page_size"],
+        row_starts=(), num_logit_rows=message["num_logit_rows"], num_sampling_rows=0,  # rank 0 alone reads logits
+    )  # fmt: skip

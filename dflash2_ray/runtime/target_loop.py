@@ -29,6 +29,7 @@ from dflash2_ray.core.step_control import StepControl
 from dflash2_ray.core.step_ledger import StepLedger
 from dflash2_ray.core.step_sums import StepSums
 from dflash2_ray.errors import InvalidRequest, UnitLost
+from dflash2_ray.runtime.cuda_graphs import GraphPool
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
 from dflash2_ray.runtime.operators import report_operators
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
@@ -242,7 +243,7 @@ class TargetLoop:
     def _verify(
         self, planned: Sequence[Planned], proposals: dict[str, Proposal]
     ) -> tuple[InputBatch, TargetPass, list[Outcome | None]]:
-        batch = build_input_batch(planned, proposals, self.pool, self.config.page_size, self.config.device)
+        batch = build_input_batch(planned, proposals, self.pool, self.config.page_size)
         result = self.runner.forward(batch)
         self.runner.prompt_logprobs(result, batch, planned)
         return batch, result, self.runner.verify(result, planned, proposals)
@@ -351,6 +352,7 @@ class TargetLoop:
             "eos_token_ids": sorted(self.eos_token_ids),
             "config": self.config.as_dict(),
             "operators": report_operators(self.config.device, self.config.dtype, drafts=self.draft_port is not None),
+            "cuda_graphs": {one.name: one.describe() for one in self._graphs()},
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": len(self.scheduler.waiting),
             "num_free_pages": self.pool.num_free,
@@ -362,6 +364,11 @@ class TargetLoop:
             "step_control": self.control.describe(),
             "draft_counters": self.draft_port.counters() if self.draft_port else {},
         }
+
+    def _graphs(self) -> list[GraphPool[Any]]:
+        """The graphs of this process."""
+        of_target = None if self.runner.verify_graphs is None else self.runner.verify_graphs.graphs
+        return [one for one in (of_target, getattr(self.draft_port, "graphs", None)) if one is not None]
 
     def numbers(self) -> Numbers:
         """What this loop and its draft port have counted (`core.ledger`); any thread may ask."""

@@ -14,9 +14,11 @@ from dflash2_ray.core.scheduler import Outcome, Planned
 from dflash2_ray.errors import UnitLost
 from dflash2_ray.models.integers import integers
 from dflash2_ray.models.target import Target
+from dflash2_ray.models.upload import upload
 from dflash2_ray.runtime.input_batch import InputBatch
 from dflash2_ray.runtime.rank_loop import Followers, run_pass
 from dflash2_ray.runtime.shapers import Grammars, Shapers
+from dflash2_ray.runtime.verify_graphs import VerifyGraphs
 from dflash2_ray.sampling.logprobs import token_logprobs
 from dflash2_ray.sampling.rejection import VerifyRows, verify
 
@@ -24,15 +26,19 @@ from dflash2_ray.sampling.rejection import VerifyRows, verify
 @dataclass(frozen=True, slots=True)
 class TargetPass:
     """What one pass left: logits [rows that were asked for, V] fp32, and the tapped features [T, F*H_target] if taps are
-    set."""
+    set, or the context rows [T, H] that were made of them already. Of a graph it stands until the next pass."""
 
     logits: torch.Tensor | None
     features: torch.Tensor | None
+    context_rows: torch.Tensor | None = None
 
 
 class TargetRunner:
     """Rank 0 of the target with its KV cache. `projection` is the drafter's `fc`, None without a drafter; `followers` are
-    the other ranks, None for a single one; `grammars` makes what constrains an output, None where that is not offered."""
+    the other ranks, None for a single one; `grammars` makes what constrains an output, None where that is not offered.
+    `verify_graphs`: passes that are one launch, where that is used."""
+
+    verify_graphs: VerifyGraphs | None = None
 
     def __init__(
         self,
@@ -53,11 +59,15 @@ class TargetRunner:
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> TargetPass:
         """One pass over the batch, on every rank; stores its keys and values. Raises UnitLost when a rank is gone."""
+        if self.verify_graphs is not None:
+            results = self.verify_graphs.run(batch)
+            if results is not None:
+                return TargetPass(results["logits"], None, results.get("context_rows"))
         if self.followers is None:
-            return TargetPass(*run_pass(self.target, self.cache, batch))
+            return TargetPass(*run_pass(self.target, self.cache, batch.on(self.target.device)))
         self.followers.publish(batch)
         try:
-            return TargetPass(*run_pass(self.target, self.cache, batch))
+            return TargetPass(*run_pass(self.target, self.cache, batch.on(self.target.device)))
         except Exception as error:  # the others are inside this pass: the next one must never meet it
             self.followers.close()
             raise UnitLost(f"target rank 0 failed in a pass of {self.target.shard.size} ranks: {error}") from error
@@ -127,8 +137,11 @@ class TargetRunner:
     def context_rows(self, result: TargetPass, rows: Sequence[int]) -> torch.Tensor:
         """Context rows [len(rows), H] before the drafter's norm, for the given rows of the batch."""
         assert self.projection is not None, "context rows were asked for without a drafter"
+        if result.context_rows is not None:
+            kept = upload(torch.tensor(rows), result.context_rows.device)
+            return result.context_rows.index_select(0, kept)  # rows of their own: the graph's are written again
         assert result.features is not None, "the target was loaded without taps"
         features = result.features
         if len(rows) != features.shape[0]:
-            features = features.index_select(0, integers(rows).to(features.device))
+            features = features.index_select(0, upload(integers(rows), features.device))
         return self.projection(features)

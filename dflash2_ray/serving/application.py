@@ -1,6 +1,7 @@
 """The Serve application: an ingress deployment in front of a unit deployment, and one replica that keeps the books of both."""
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import DEFAULT_HTTP_PORT
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.context import _get_global_client
 
 from dflash2_ray.config import ServiceConfig
 from dflash2_ray.engine.bookkeeper import BOOKKEEPER_DEPLOYMENT, Bookkeeper
@@ -27,7 +30,7 @@ INGRESS_CPUS = 0.1
 BOOKKEEPER_CPUS = 0.01  # not 0: a head without CPUs would be the place for it
 _SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _HEALTH_PERIOD_S = 2.0
-_MOST_CALLS = 10_000  # of units and fronts that wait at the bookkeeper
+_MOST_CALLS = 10_000  # to a replica at once, beyond what it takes in: Serve's routers go slow where their own limit is met
 _METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
 
 
@@ -46,7 +49,7 @@ def build_application(config: ServiceConfig) -> Application:
         name=UNIT_DEPLOYMENT,
         **_num_units(config),
         **_router(config),
-        max_ongoing_requests=in_flight + 64,  # our own limit answers first, and describe() always gets through
+        max_ongoing_requests=in_flight + _MOST_CALLS,  # our own limit answers first, and describe() always gets through
         ray_actor_options={"num_cpus": placement.bundles[0]["CPU"]},
         placement_group_bundles=[dict(bundle) for bundle in placement.bundles],
         placement_group_strategy=placement.strategy,
@@ -71,8 +74,8 @@ def build_application(config: ServiceConfig) -> Application:
     ingress: Any = serve.deployment(
         serve.ingress(api_builder(guards))(Ingress),
         name="ingress",
-        num_replicas=config.num_ingress_replicas,
-        max_ongoing_requests=config.max_num_replicas * in_flight + 128,
+        **_num_fronts(config),
+        max_ongoing_requests=config.max_num_replicas * in_flight + _MOST_CALLS,  # a full proxy routes a few requests a second
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
@@ -114,6 +117,20 @@ def _num_units(config: ServiceConfig) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
+def _num_fronts(config: ServiceConfig) -> dict[str, Any]:
+    """Serve's options for a fixed number of ingress replicas, or, where units follow the load, for one that grows with it in the same
+    proportion: another one per so many requests in flight as the first ones were meant for. Never fewer than configured: nodes may need theirs."""
+    fronts, limits = config.num_ingress_replicas, config.autoscaling
+    if limits is None:
+        return {"num_replicas": fronts}
+    scaling = AutoscalingConfig(
+        min_replicas=fronts, initial_replicas=fronts, max_replicas=math.ceil(fronts * limits.max_replicas / config.num_replicas),
+        target_ongoing_requests=config.num_replicas * config.max_num_seqs / fronts,
+        upscale_delay_s=limits.upscale_delay_s, downscale_delay_s=limits.downscale_delay_s,
+    )
+    return {"autoscaling_config": scaling}
+
+
 def _router(config: ServiceConfig) -> dict[str, Any]:
     """Serve's option for where requests of a session go; none where its own balancing by load stands."""
     return {"request_router_config": {"request_router_class": _SESSION_ROUTER}} if config.routing == "session" else {}
@@ -138,14 +155,12 @@ def _nodes() -> list[NodeFacts]:
 
 
 def _http_url() -> str:
-    """Where HTTP listens, as far as this process can know: Serve's own setting, or its default."""
-    port = 8000
-    try:
-        from ray.serve.context import _get_global_client
-
-        client = _get_global_client(raise_if_no_controller_running=False)
-        if client is not None:
-            port = int(client.http_config.port)
-    except Exception:  # a private interface; the banner only loses the port
-        port = int(os.environ.get("RAY_SERVE_DEFAULT_HTTP_PORT", port))
+    """Where HTTP listens: the port of the Serve that runs, else the one that it will take by default."""
+    port = DEFAULT_HTTP_PORT
+    if ray.is_initialized():
+        try:
+            client = _get_global_client(raise_if_no_controller_running=False)
+        except Exception:  # a private interface; the banner only loses the port
+            client = None
+        port = port if client is None else int(client.http_config.port)
     return f"http://127.0.0.1:{port}"

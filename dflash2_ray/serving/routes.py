@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from dflash2_ray import __version__
 from dflash2_ray.serving.api_keys import ApiKeys
 from dflash2_ray.serving.body_limit import BodyLimit
+from dflash2_ray.serving.early_refusal import EarlyRefusal
 from dflash2_ray.serving.failures import CatchAll
 from dflash2_ray.serving.head_requests import HeadAsGet
 from dflash2_ray.serving.ingress import Ingress
@@ -28,6 +29,7 @@ def _this_replica() -> Any:
     return serve.get_replica_context().servable_object
 
 
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 _INGRESS = Depends(_this_replica)
 
 
@@ -52,6 +54,7 @@ def api_builder(guards: Guards) -> Callable[[], FastAPI]:
 def build_api(guards: Guards = Guards()) -> FastAPI:
     """The ASGI application of an ingress replica. Plain functions: no route depends on how Serve binds methods."""
     api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None, responses=responses())
+    api.add_middleware(EarlyRefusal, paths=GENERATING_PATHS, refusal=lambda: _ingress(_this_replica()).refusal())
     api.add_middleware(CatchAll)
     api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
     if guards.keys.all():
@@ -62,12 +65,14 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
     api.add_middleware(HeadAsGet)
     api.add_exception_handler(HTTPException, _http_exception)  # type: ignore[arg-type]
 
-    @api.post("/v1/completions", openapi_extra=body_of(request_schema(chat=False)))
+    completions_path, chat_path = GENERATING_PATHS
+
+    @api.post(completions_path, openapi_extra=body_of(request_schema(chat=False)))
     async def completions(request: Request, ingress: Any = _INGRESS) -> Response:
         """Complete one prompt or several."""
         return await _ingress(ingress).generate(request, chat=False)
 
-    @api.post("/v1/chat/completions", openapi_extra=body_of(request_schema(chat=True)))
+    @api.post(chat_path, openapi_extra=body_of(request_schema(chat=True)))
     async def chat_completions(request: Request, ingress: Any = _INGRESS) -> Response:
         """Answer a conversation."""
         return await _ingress(ingress).generate(request, chat=True)

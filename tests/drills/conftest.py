@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import yaml
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 FIGURES = pytest.StashKey[list]()
@@ -53,16 +54,6 @@ def until(condition, says, patience_s=180):
     while not condition():
         assert time.monotonic() < deadline, says
         time.sleep(0.05)
-
-
-def free_ports(count):
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def listens(port):

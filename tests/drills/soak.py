@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,8 @@ import time
 from pathlib import Path
 
 import httpx
+from local_service import local_service
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"max_num_seqs": "8", "max_queued_requests": "32"}
 MODEL, NEW_TOKENS = "dflash2-embedded", 96
@@ -126,23 +123,9 @@ def main():
     asked = parser.parse_args()
     if not Path(asked.client).is_file():
         raise SystemExit(f"{asked.client} is not there: tests/conformance/run --only vllm makes it")
-    import ray
-    from ray import serve
-
-    from dflash2_ray.app import app
-    from dflash2_ray.config import ServiceConfig
-
-    config = ServiceConfig.from_keys(SETTINGS | dict(one.split("=", 1) for one in asked.settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ray.init(address="local", include_dashboard=False, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app(config), name="default")
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = soak(f"http://127.0.0.1:{port}", asked, config.max_num_seqs * 2, Path(folder))
-    serve.shutdown()
-    ray.shutdown()
+    settings = SETTINGS | dict(one.split("=", 1) for one in asked.settings)
+    with tempfile.TemporaryDirectory() as folder, local_service(settings) as (url, config):
+        rounds = soak(url, asked, config.max_num_seqs * 2, Path(folder))
     wrong = list(wrongs(rounds))
     answered, rates = sum(one["answered"] for one in rounds), [one["tokens_per_s"] for one in rounds]
     print(json.dumps({"rounds": len(rounds), "answered": answered, "tokens_per_s": [min(rates), max(rates)], "pages": rounds[-1]["pages"], "wrong": wrong}))

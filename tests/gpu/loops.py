@@ -34,6 +34,28 @@ def running_loop(keys: dict[str, Any], *, separate: bool = False) -> Iterator[Ta
             end()
 
 
+def has_graphs(loop: TargetLoop) -> bool:
+    """Whether some work goes out as graphs, and none has been refused."""
+    told = loop.describe()["cuda_graphs"].values()
+    return bool(told) and all(one["failure"] is None for one in told)
+
+
+@contextmanager
+def launch_by_launch(loop: TargetLoop) -> Iterator[None]:
+    """For a while no graph of this process is replayed."""
+    runner, rounds = loop.runner, getattr(getattr(loop.draft_port, "runner", None), "rounds", None)
+    verify_graphs, draft_graphs = runner.verify_graphs, None if rounds is None else rounds.graphs
+    runner.verify_graphs = None
+    if rounds is not None:
+        rounds.graphs = None
+    try:
+        yield
+    finally:
+        runner.verify_graphs = verify_graphs
+        if rounds is not None:
+            rounds.graphs = draft_graphs
+
+
 def add(loop: TargetLoop, name: str, prompt: Sequence[int], num_tokens: int, **options: Any) -> None:
     params = SamplingParams.from_keywords(max_tokens=num_tokens, ignore_eos=True, **options)
     loop.add(RequestSpec(name, tuple(prompt), params))

@@ -49,8 +49,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
                 modelled = one.get("tokens_per_s_if", {}).get("tokens_per_s")
                 cells = [_number(one["tokens_per_s"], ".0f"), _number(one["step_ms"], ".2f"), *split]
                 yield f"| {row['requests']} | {kind} | {' | '.join(cells)} | {_number(one['acceptance_length'], '.2f')} | {_number(modelled, '.0f')} |"
-    if "graphs" in parts["engine"]:
-        yield f"\nCUDA graphs on against off: {parts['engine']['graphs']['status']}"
+    for name, graphs in parts["engine"].get("graphs", {}).items():
+        yield f"\nCUDA graphs of {name}: {graphs['failure'] or graphs['num_graphs']}, {graphs['num_replays']} replays"
+    for row in rows:
+        if row["launch_by_launch"]:
+            steps = [f"{kind} {row[kind]['step_ms']:.2f} ms, {row['launch_by_launch'][f'{kind}_step_ms']:.2f} ms without" for kind in ("plain", "speculative")]
+            yield f"* a step of {row['requests']} with graphs: {'; '.join(steps)}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -54,10 +54,11 @@ def test_rehearsal_goes_through_every_part(tmp_path):
     for row, placement in zip(parts["lossless"]["placements"], ("colocated", "separate"), strict=True):
         assert row["placement"] == placement
         assert row["num_wrong"] == 0
+        assert (row["num_runs"], row["graphs"]) == (2, {})
         assert row["acceptance_length"] > 1
 
     engine = parts["engine"]
-    assert engine["graphs"] == {"status": "not built"}
+    assert engine["graphs"] == {}  # a rehearsal has none
     assert engine["operators"]["paged_attention"] == "triton interpreter"
     assert [row["requests"] for row in engine["concurrency"]] == [1, 2]
     for row in engine["concurrency"]:
@@ -67,6 +68,7 @@ def test_rehearsal_goes_through_every_part(tmp_path):
             assert set(row[kind]["split_ms"]) == SPLIT
             assert row[kind]["split_ms"]["forward"] > 0
         assert row["speculative"]["split_ms"]["draft"] > row["plain"]["split_ms"]["draft"]
+        assert row["launch_by_launch"] is None
         assert row["speculative"]["tokens_per_s_if"]["tokens_per_s"] > 0
     page = (tmp_path / "gpu.md").read_text()
     assert page.strip() in done.stdout

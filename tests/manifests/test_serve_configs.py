@@ -20,6 +20,7 @@ import httpx
 import pytest
 import yaml
 from cluster_rules import groups, one, probe_urls, ray_container
+from ports import free_ports
 from rendering import ROOT, rendered
 
 QUESTION = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -39,16 +40,6 @@ def localised(schema, keys_file):
     for deployment in application.get("deployments", []):
         del deployment["max_replicas_per_node"]
     return schema
-
-
-def free_ports(count):
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """A unit over several nodes: the drafter away from the target, ranks apart on request, and a node that goes away."""
 
 import asyncio
-import socket
 import time
 
 import pytest
+from ports import free_ports
 
 PROMPTS = ["Once upon a time", "def add(a, b):\n", "import os", "1 2 3 4 5"]
 COMMON = {
@@ -28,9 +28,7 @@ def cluster():
     }
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, namespace="nodes", log_to_driver=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     yield cluster, nodes
     serve.shutdown()

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import time
 from types import SimpleNamespace
 
@@ -12,15 +11,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # replicas at priority 15 sta
 
 import httpx
 import pytest
+from ports import free_ports
 
 SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 2, "max_queued_requests": 3, "seed": 7, "log_format": "json"}
 MODEL = "dflash2-embedded"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +36,7 @@ def service():
         address="local", include_dashboard=False, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False,
         namespace="tests",
     )
-    port = free_port()
+    (port,) = free_ports(1)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(app(ServiceConfig(**SETTINGS)), name="default")
     yield from connected(f"http://127.0.0.1:{port}")

@@ -61,6 +61,31 @@ def test_gpus_that_have_not_joined_yet(under_kuberay, monkeypatch):
     assert [bundle.get("GPU") for bundle in unit._replica_config.placement_group_bundles] == [None, 2.0, 1.0]
 
 
+def ingress_of(config):
+    from dflash2_ray.serving import application
+
+    return application.build_application(config)._bound_deployment
+
+
+def test_fronts_follow_the_load_where_units_do():
+    fixed = ingress_of(ServiceConfig(num_ingress_replicas=2))
+    assert (fixed.num_replicas, fixed._deployment_config.autoscaling_config) == (2, None)
+    config = ServiceConfig(num_replicas=2, num_ingress_replicas=3, max_num_seqs=6, autoscaling={"min_replicas": 1, "max_replicas": 5, "upscale_delay_s": 7})
+    scaling = ingress_of(config)._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (3, 3, 8)
+    assert (scaling.get_target_ongoing_requests(), scaling.upscale_delay_s) == (4.0, 7.0)
+
+
+def test_the_banner_s_address_is_where_serve_listens(service, monkeypatch):
+    import ray
+
+    from dflash2_ray.serving import application
+
+    assert application._http_url() == service.url
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert application._http_url() == "http://127.0.0.1:8000"
+
+
 def test_importing_the_package_is_cheap():
     code = (
         "import sys, dflash2_ray, dflash2_ray.config; from dflash2_ray.app import app; assert callable(app); "

@@ -89,12 +89,16 @@ def test_a_full_queue_is_a_429(idle):
     for runner in runners:
         runner.first()
     clients = [asked(idle) for _ in range(idle.settings["max_queued_requests"])]
-    idle.wait_for(lambda info: info["num_requests_waiting"] == len(clients))
+    full = idle.wait_for(lambda info: info["num_requests_waiting"] == len(clients))
     for stream in (False, True):
         answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": stream})
         assert answer.status_code == 429
         assert answer.json()["error"]["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
+        assert answer.headers["x-request-id"]
+    after = idle.http.get("/server_info").json()
+    calls = [next(row["num_calls"] for row in info["workers"] if row["role"] == "unit") for info in (full, after)]
+    assert calls[1] == calls[0] + 1  # of the description: the front refused by itself
     for runner in runners:
         runner.leave()
     for client in clients:

@@ -13,15 +13,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dflash2_ray.config import EngineConfig
+from dflash2_kernels import selector_walk
+from dflash2_kernels.backend import Operator
+from dflash2_ray.config import EngineConfig, MachineFacts
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows
 from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
+from dflash2_ray.models import attention, dflash2, fused_layer, paged_plan
+from dflash2_ray.runtime import build
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
 
 VOCAB = 259
+KERNELS = (  # where the models call an operator whose reference is more than a few launches
+    (paged_plan, "paged_attention"), (attention, "kv_store"), (fused_layer, "add_rms_norm"), (dflash2, "add_rms_norm"),
+    (dflash2, "grouped_conv"), (dflash2, "vocab_topk"), (dflash2, "kv_store"), (dflash2, "paged_attention"), (dflash2, "store_context"),
+    (selector_walk, "selector_walk"),
+)  # fmt: skip
 
 
 def next_token(prefix):
@@ -39,6 +48,8 @@ def continuation(prompt, num_tokens):
 
 class ScriptedTarget:
     """Stands in for `models.target.Target`."""
+
+    device = "cpu"
 
     def allocate_cache(self, num_pages, page_size):
         return torch.full((num_pages * page_size,), -1, dtype=torch.int64)
@@ -147,6 +158,7 @@ def make_loop(drafter=None, *, eos=(), loop_class=TargetLoop, clock=time.perf_co
         "draft_deadline_ms": None,
         "pipeline": "serial",
         "step_timeout_s": 30.0,
+        "cuda_graphs": False,
         "page_size": 4,
         "num_kv_pages": 64,
         "max_num_seqs": 8,
@@ -194,3 +206,28 @@ def scripted():
         VOCAB=VOCAB, next_token=next_token, continuation=continuation, Target=ScriptedTarget, Drafter=ScriptedDrafter,
         PATTERNS=PATTERNS, make_loop=make_loop, spec=spec, run=run,
     )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pretended GPU without any kernel."""
+    from pretended_cuda import pretended_cuda
+
+    monkeypatch.setattr(build, "read_machine_facts", lambda: MachineFacts(1, 8 << 30, 8 << 30))
+
+    def checked(self, *tensors):
+        assert len({one.device for one in tensors}) == 1, f"{self.name}: tensors on {[one.device for one in tensors]}"
+        return False
+
+    monkeypatch.setattr(Operator, "uses_kernel", checked)
+    with pretended_cuda() as present:
+        yield present
+
+
+@pytest.fixture
+def kernels(gpu, monkeypatch):
+    """The models lay their operands out for kernels; the references stand in for these, uncounted, each as one launch."""
+    monkeypatch.setattr(Operator, "has_kernel", lambda self, device: torch.device(device).type == "cuda")
+    gpu.uncounted = "dflash2_kernels"
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, gpu.kernel(getattr(module, name)))

@@ -2,6 +2,7 @@
 
 An operator that gets tensors of both devices fails as it does on a GPU (scalars, copies and host indices are let through, as there). What
 makes the host wait for the device is counted: `reads` (device → host) and `uploads` (host → device from memory that is not pinned).
+So is what is launched; a recorder (`recorded_graph`) gets every launch of a capture, in which nothing may wait.
 """
 
 import sys
@@ -44,6 +45,9 @@ class PretendedTensor(torch.Tensor):
         if func in _HOST_READS:
             _PRESENT[-1].wait("reads", func.__name__)
             return func(args[0].inner)
+        if func is torch.Tensor.copy_:  # as above
+            _PRESENT[-1].run(_aten.copy_.default, args[:2], {})
+            return args[0]
         if func is torch.Tensor.numpy:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,24 +63,73 @@ class PretendedTensor(torch.Tensor):
 
 
 class PretendedCuda:
-    """waits: what made the host wait, by kind and operator, since `waits.clear()`. uncounted: a folder whose code stands in for kernels."""
+    """waits: what made the host wait, by kind and operator, since `waits.clear()`. uncounted: a folder whose code stands in for kernels.
+    num_launches: what went to the device; kernels count one. recorder: of a capture that is on."""
 
     def __init__(self):
         self.waits = Counter()
         self.uncounted = None
+        self.num_launches = 0
+        self.recorder = None
+        self._in_kernel = False
+
+    def kernel(self, operator):
+        """An operator whose kernel is one launch, however its reference computes."""
+
+        def call(*args, **kwargs):
+            return self._launch(lambda: operator(*args, **kwargs), _tensors([*args, *kwargs.values()]))
+
+        return call
+
+    def replay(self, launches):
+        """Launches again, as one."""
+        self.num_launches += 1
+        self._in_kernel = True
+        try:
+            launches()
+        finally:
+            self._in_kernel = False
+
+    def _launch(self, compute, given):
+        if self._in_kernel:
+            return compute()
+        given = {_storage(one) for one in given}
+        self._in_kernel = True
+        try:
+            result = compute()
+        finally:
+            self._in_kernel = False
+        self._launched(compute, given, result)
+        return result
+
+    def _launched(self, compute, given, result, views=False):
+        """given: storages of the operands. A view is no launch."""
+        if self._in_kernel or views:
+            return
+        self.num_launches += 1
+        if self.recorder is not None:
+            self.recorder.note(compute, [(_unwrapped(one), _storage(one) not in given) for one in _tensors([result])])
 
     def count(self, kind):
         return sum(number for (own, _), number in self.waits.items() if own == kind)
 
     def get_item(self, one, index):
         self._check_index(one, index, "__getitem__")
-        return PretendedTensor(one.inner[_unwrapped(index)])
+        result = PretendedTensor(one.inner[_unwrapped(index)])
+        views = _storage(result) == _storage(one)
+        self._launched(lambda: PretendedTensor(one.inner[_unwrapped(index)]), set(), result, views)
+        return result
 
     def set_item(self, one, index, value):
         self._check_index(one, index, "__setitem__")
         if isinstance(value, torch.Tensor) and value.dim() and isinstance(value, PretendedTensor) != isinstance(one, PretendedTensor):
             self.wait("reads" if isinstance(value, PretendedTensor) else "uploads", "__setitem__")
-        _unwrapped(one)[_unwrapped(index)] = _unwrapped(value)
+
+        def write():
+            _unwrapped(one)[_unwrapped(index)] = _unwrapped(value)
+
+        write()
+        self._launched(write, set(), None)
 
     def _check_index(self, one, index, name):
         parts = index if isinstance(index, tuple) else (index,)
@@ -95,6 +148,8 @@ class PretendedCuda:
             if self.uncounted in frame.f_code.co_filename:
                 return
             frame = frame.f_back
+        if self.recorder is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} makes the host wait ({kind})")
         self.waits[kind, what] += 1
 
     def run(self, func, args, kwargs):
@@ -106,10 +161,14 @@ class PretendedCuda:
         to = kwargs.get("device")
         if to is not None:
             kwargs["device"] = torch.device("cpu")
-        result = func(*_unwrapped(args), **_unwrapped(kwargs))
+        own_args, own_kwargs = _unwrapped(args), _unwrapped(kwargs)
+        result = func(*own_args, **own_kwargs)
         stays = (torch.device(to).type == "cuda") if to is not None else bool(wrappers)
         if func is _aten.copy_.default:
             stays = isinstance(args[0], PretendedTensor)
+        known = {_storage(one) for one in given}
+        views = not func._schema.is_mutable and all(_storage(one) in known for one in _tensors([result]))
+        self._launched(lambda: func(*own_args, **own_kwargs), known, result, views)
         return _wrapped(result, wrappers) if stays else result
 
     def _check(self, func, args, given):
@@ -135,7 +194,7 @@ class PretendedCuda:
             into, source = args[0], args[1]
             if not isinstance(into, PretendedTensor):
                 kind = "reads"
-            elif not isinstance(source, PretendedTensor):
+            elif not isinstance(source, PretendedTensor) and not getattr(source, "is_pretended_pinned", False):
                 kind = "uploads"
         if kind is not None:
             self.wait(kind, str(func))
@@ -150,6 +209,10 @@ def _tensors(values):
             yield one
         elif isinstance(one, (list, tuple)):
             yield from _tensors(one)
+
+
+def _storage(one):
+    return _unwrapped(one).untyped_storage().data_ptr()
 
 
 def _is_mask(one):
@@ -195,7 +258,7 @@ def pretended_cuda():
     library.impl("empty_strided", empty_strided, "CUDA")
     with patch.object(torch.cuda, "_lazy_init", lambda: None), patch.object(
         torch.Tensor, "to", _to_numbered
-    ), patch.object(torch, "tensor", _tensor_then_to):
+    ), patch.object(torch.Tensor, "pin_memory", _pinned), patch.object(torch, "tensor", _tensor_then_to):
         gpu = PretendedCuda()
         _PRESENT.append(gpu)
         try:
@@ -217,6 +280,12 @@ def _tensor_then_to(data, *, dtype=None, device=None, requires_grad=False):
     """`torch.tensor`, which otherwise fills the device's memory past the dispatcher."""
     one = _tensor(data, dtype=dtype)
     return one if device is None else one.to(device)
+
+
+def _pinned(one):
+    copy = one.clone()
+    copy.is_pretended_pinned = True
+    return copy
 
 
 def _to_numbered(one, *args, **kwargs):

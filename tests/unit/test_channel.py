@@ -1,6 +1,7 @@
 """Frames with and without buffers over both kinds of socket, and the writer that never blocks."""
 
 import asyncio
+import select
 import threading
 
 import msgpack
@@ -36,6 +37,31 @@ def test_messages_and_buffers(pair):
     sender.join(10)
     far.send({"back": None})
     assert near.receive() == {"back": None}
+
+
+def test_what_has_arrived_is_taken_without_waiting(pair):
+    """Byte by byte, then several frames at once: a frame is there when its last byte is, and the end behind the last frame."""
+    near, far, _ = pair
+    big = bytes(range(256)) * 1000
+    packed = b"".join(frame_parts({"n": 1}, [memoryview(b""), memoryview(b"xyz")]))
+    assert far.arrived_frame() is None
+    for index in range(len(packed)):
+        near.socket.sendall(packed[index : index + 1])
+        select.select([far.socket], [], [], 10.0)
+        assert (far.arrived_frame() is None) == (index < len(packed) - 1)
+    sender = threading.Thread(
+        target=lambda: (near.send("first", [memoryview(big), memoryview(b"tail")]), near.send("second"), near.close())
+    )
+    sender.start()
+    got = []
+    while len(got) < 2:
+        select.select([far.socket], [], [], 10.0)
+        while len(got) < 2 and (frame := far.arrived_frame()) is not None:
+            got.append((frame[0], [bytes(one) for one in frame[1]]))
+    assert got == [("first", [big, b"tail"]), ("second", [])]
+    sender.join(10)
+    with pytest.raises(ChannelClosed):
+        far.arrived_frame()
 
 
 def test_buffers_where_none_are_expected(pair):

@@ -69,6 +69,7 @@ def test_an_unknown_key_like_no_other_lists_all():
         ("generation_config", "vllm"),
         ("drafter_placement", "elsewhere"),
         ("pipeline", "parallel"),
+        ("cuda_graphs", "on"),
         ("max_model_len", 1),
         ("max_model_len", "auto"),
         ("max_model_len", 10.5),
@@ -176,6 +177,7 @@ def test_defaults():
         "draft_deadline_ms": None,
         "pipeline": "serial",
         "step_timeout_s": 30.0,
+        "cuda_graphs": False,
         "page_size": 16,
         "num_kv_pages": 16 * 129,
         "max_num_seqs": 16,
@@ -241,6 +243,11 @@ def test_kv_takes_two_bytes_only_on_a_gpu_in_bfloat16():
 @pytest.mark.parametrize(("asked", "machine", "expected"), [("auto", CPU, "cpu"), ("auto", GPU, "cuda"), ("cpu", GPU, "cpu"), ("cuda", GPU, "cuda")])
 def test_device(asked, machine, expected):
     assert resolved(machine, device=asked).device == expected
+
+
+@pytest.mark.parametrize(("asked", "machine", "expected"), [("auto", CPU, False), ("auto", GPU, True), ("off", GPU, False)])
+def test_cuda_graphs(asked, machine, expected):
+    assert resolved(machine, cuda_graphs=asked).cuda_graphs is expected
 
 
 @pytest.mark.parametrize(("drafts", "seqs", "expected"), [(7, 16, 512), (7, 64, 512), (7, 65, 520), (0, 1024, 1024), (3, 200, 800)])

@@ -8,12 +8,13 @@ import pytest
 from fastapi import FastAPI, Request
 
 from dflash2_ray.config import ServiceConfig
-from dflash2_ray.errors import ConfigError
+from dflash2_ray.errors import ConfigError, Overloaded
 from dflash2_ray.serving.api_keys import ApiKeys
 from dflash2_ray.serving.body_limit import BodyLimit
+from dflash2_ray.serving.early_refusal import EarlyRefusal
 from dflash2_ray.serving.key_digests import CHECK_PERIOD_S, CurrentKeys, KeyDigests
 from dflash2_ray.serving.processing_time import ProcessingTime
-from dflash2_ray.serving.routes import Guards, build_api
+from dflash2_ray.serving.routes import GENERATING_PATHS, Guards, build_api
 
 
 def call(app, method="POST", path="/echo", **options):
@@ -198,6 +199,23 @@ def test_keys_know_their_open_paths_behind_a_prefix():
     assert call(outer, "GET", "/app/health").status_code == 200
     assert call(outer, "POST", "/app/echo").status_code == 401
     assert call(keyed("one"), "POST", "/app/health").status_code == 401
+
+
+def test_an_early_refusal_is_a_429_before_the_body_and_behind_the_keys():
+    refusals = [Overloaded("full", retry_after_s=2.4)]
+    app = EarlyRefusal(keyed("one"), GENERATING_PATHS, lambda: refusals[0])
+    for path in GENERATING_PATHS:
+        answer = call(app, path=path, content=b"{")
+        assert answer.status_code == 429
+        assert answer.json() == {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
+        assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "2400")
+        assert call(app, "GET", path).status_code == 401  # what is no generation goes on
+    assert call(app, path="/tokenize").status_code == 401
+    refusals[0] = None
+    assert call(app, path=GENERATING_PATHS[0]).status_code == 401
+    locked = ApiKeys(EarlyRefusal(echo(), GENERATING_PATHS, lambda: Overloaded("full")), CurrentKeys(KeyDigests(digests("one"))))
+    assert call(locked, path=GENERATING_PATHS[0]).status_code == 401
+    assert call(locked, path=GENERATING_PATHS[0], headers={"Authorization": "Bearer one"}).status_code == 429
 
 
 def test_every_route_documents_its_errors():

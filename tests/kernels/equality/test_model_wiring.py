@@ -1,4 +1,4 @@
-"""The models with kernels in place of their CPU paths: the target's attention and store over one step, and a drafter's walk."""
+"""The models with kernels in place of their CPU paths: the target's attention and store over one step, and a drafter's round."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from dflash2_ray.models.attention import TILE, attend, plan_attention, store
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.drafter_config import read_drafter_config
 from dflash2_ray.models.target_ends import read_target_share
+from dflash2_ray.runtime.draft_rounds import DraftRounds
 from dflash2_ray.runtime.drafter_runner import DrafterRunner
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 8
@@ -55,8 +56,8 @@ def test_a_step_of_the_target(device, dtype, window, monkeypatch):
     torch.testing.assert_close(got.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_step_of_the_drafter(device, monkeypatch):
-    """The embedded drafter proposes the same, whoever walks: greedy, sampled and matching requests in one pass."""
+def test_a_step_of_the_drafter(device):
+    """The embedded drafter proposes the same, its contexts in pages or in buffers, whoever walks: greedy, sampled and matching requests in one pass."""
     assets = Path(dflash2.__file__).parents[1] / "assets"
     config = read_drafter_config(assets / "drafter")
     share = read_target_share(assets / "target", dtype="float32", device=device)
@@ -64,8 +65,8 @@ def test_a_step_of_the_drafter(device, monkeypatch):
     rows = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(device)
     lengths = {"greedy": 4, "sampled": 2, "matching": 3}
 
-    def proposals():
-        runner = DrafterRunner(drafter, max_num_requests=3)
+    def proposals(rounds):
+        runner = DrafterRunner(drafter, max_num_requests=3, rounds=rounds)
         first = 0
         for seed, (name, length) in enumerate(lengths.items(), 2**64 - 2):
             temperature = 0.0 if name == "greedy" else 0.9
@@ -77,10 +78,8 @@ def test_a_step_of_the_drafter(device, monkeypatch):
             first += length
         return runner.propose([Wanted(name, 1, length, 3) for name, length in lengths.items()])
 
-    assert drafter.draws_itself
-    got = proposals()
-    monkeypatch.setattr(dflash2.Drafter, "draws_itself", False)
-    expected = proposals()
+    got = proposals(DraftRounds(drafter, drafter.new_pages(6, 4), max_num_requests=3, num_block_rows=4, num_positions=64, backend=None))
+    expected = proposals(None)
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
     assert [one.candidate_probs is None for one in got] == [True, False, True]
     assert torch.equal(got[1].candidate_ids, expected[1].candidate_ids)
