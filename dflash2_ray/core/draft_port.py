@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dflash2_ray.core.ledger import Ledger
+
 
 @dataclass(frozen=True, slots=True)
 class Open:
@@ -103,7 +105,16 @@ class Proposal:
 
 
 class DraftPort(Protocol):
-    """What the target side sees of a drafter, wherever it runs."""
+    """What the target side sees of a drafter, wherever it runs. ledger: what its drafts took. last_transfer_s: how long the newest
+    proposals were on their way, the drafter's own work left out."""
+
+    ledger: Ledger
+    last_transfer_s: float
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a drafter at the other end, alive or hung."""
+        ...
 
     def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
         """Hand over the messages of one step, in order. Never blocks on the drafter's work; never raises for a

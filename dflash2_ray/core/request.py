@@ -105,7 +105,7 @@ class Request:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
-        return self.max_tokens - self.num_output_tokens
+        return self.max_tokens + self.num_prompt_tokens - len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -125,10 +125,7 @@ class Request:
     @property
     def draft_width(self) -> int:
         """Draft slots that this request can use in its next step, whatever the load."""
-        if not self.draftable:
-            return 0
-        remaining = self.max_tokens + self.num_prompt_tokens - len(self.token_ids)
-        return remaining if remaining < self.num_speculative_tokens else self.num_speculative_tokens
+        return min(self.num_speculative_tokens, self.num_remaining_tokens) if self.draftable else 0
 
     @property
     def prefill_goal(self) -> int:
@@ -149,14 +146,11 @@ class Request:
         """
         room = self.num_remaining_tokens
         kept = committed[:room]
-        if self.stop_token_ids.isdisjoint(kept) and self.eos_token_ids.isdisjoint(kept):
+        if not (self.stop_token_ids.isdisjoint(kept) and self.eos_token_ids.isdisjoint(kept)):
+            end, token_id = next((i, one) for i, one in enumerate(kept) if one in self.stop_token_ids or one in self.eos_token_ids)
+            kept = kept[: end + 1]
             self.token_ids += kept
-            return kept, "length" if len(kept) == room else None, None
-        for index, token_id in enumerate(kept):
-            if token_id in self.stop_token_ids or token_id in self.eos_token_ids:
-                kept = kept[: index + 1]
-                self.token_ids += kept
-                return kept, "stop", token_id if token_id in self.stop_token_ids else None
+            return kept, "stop", token_id if token_id in self.stop_token_ids else None
         self.token_ids += kept
         return kept, "length" if len(kept) == room else None, None
 

@@ -46,7 +46,8 @@ class _Buffer:
         if self.window is not None and count >= self.window:  # only the tail can ever be seen
             self.first = stop - self.window + 1
             rows, start = rows[self.first - start :], self.first
-        self.reserve(start, stop)
+        if stop - self.first > self.capacity:
+            self.reserve(start, stop)
         return self.rows[start - self.first : stop - self.first], rows
 
 

@@ -17,7 +17,7 @@ from dflash2_ray.config import EngineConfig
 from dflash2_ray.core.admission import check_spec
 from dflash2_ray.core.draft_port import Close, Commit, DraftPort, Open, Proposal, Rows, RowSpan, Wanted, propose
 from dflash2_ray.core.failure_log import FailureLog
-from dflash2_ray.core.ledger import Ledger, Numbers
+from dflash2_ray.core.ledger import Numbers
 from dflash2_ray.core.messages import RequestDelta, RequestSpec
 from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.phase_times import PhaseTimes
@@ -266,7 +266,7 @@ class TargetLoop:
             return "warmup"  # the drafter does not know its context yet, or not any more
         if part.width == 0:
             return "load"
-        return "drafter_timeout" if getattr(self.draft_port, "connected", True) else "drafter_unavailable"
+        return "drafter_timeout" if self.draft_port is not None and self.draft_port.connected else "drafter_unavailable"
 
     def _take_context(
         self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None], batch: InputBatch, result: TargetPass
@@ -376,7 +376,7 @@ class TargetLoop:
         for part in planned:
             phases = part.request.phases
             if phases is not None:
-                transfer_s = min(draft_s, getattr(self.draft_port, "last_transfer_s", 0.0))
+                transfer_s = min(draft_s, self.draft_port.last_transfer_s) if self.draft_port else 0.0
                 decodes, drafted = part.start >= part.request.num_prompt_tokens, part.request.request_id in proposals
                 phases.record(started, draft_s - transfer_s, transfer_s, seconds, decodes=decodes, drafted=drafted)
 
@@ -429,8 +429,7 @@ class TargetLoop:
         numbers["preemptions"] = self.scheduler.num_preemptions
         numbers["prefix_cache_queries"] = self.pool.cache.num_queried_tokens
         numbers["prefix_cache_hits"] = self.pool.cache.num_hit_tokens
-        ledger: Ledger | None = getattr(self.draft_port, "ledger", None)
-        return numbers if ledger is None else numbers | ledger.copy()
+        return numbers | self.draft_port.ledger.copy() if self.draft_port else numbers
 
     def tune(self, *, draft_deadline_ms: float | None) -> None:
         """Change in place what may change while requests run."""
@@ -442,9 +441,8 @@ class TargetLoop:
         self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0
         self.spec_counters = SpecCounters.of_width(self.config.num_speculative_tokens)
         self.step_ledger = StepLedger()
-        ledger: Ledger | None = getattr(self.draft_port, "ledger", None)
-        if ledger is not None:
-            ledger.clear()
+        if self.draft_port is not None:
+            self.draft_port.ledger.clear()
 
     def close(self) -> None:
         """Release the drafter's side; the loop must not be stepped afterwards."""

@@ -17,6 +17,7 @@ from dflash2_kernels import selector_walk
 from dflash2_kernels.backend import Operator
 from dflash2_ray.config import EngineConfig, MachineFacts
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows
+from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.models import attention, dflash2, fused_layer, paged_plan
@@ -73,7 +74,11 @@ class ScriptedTarget:
 class ScriptedDrafter:
     """A DraftPort whose proposals are right except where `spoil(request_id, base_len, slot)` says so."""
 
+    connected = True
+    last_transfer_s = 0.0
+
     def __init__(self, spoil=lambda request_id, base_len, slot: False):
+        self.ledger = Ledger()
         self.spoil = spoil
         self.contexts = {}
         self.num_proposed = 0
