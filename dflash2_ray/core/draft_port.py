@@ -19,13 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dflash2_ray.core.ledger import Ledger
+
 
 @dataclass(frozen=True, slots=True)
 class Open:
     """A request begins. temperature: below 1e-5 the walk is greedy. seed: the request's 64-bit noise key.
 
     matching: the target verifies by token matching (`sampling.rejection`), so the walk draws with the target's own noise and
-    sends no q.
+    sends no q. first_position: the first one whose row comes, and the base length to begin with; above 0 only where no layer's window
+    reaches further back.
     """
 
     request_id: str
@@ -33,6 +36,7 @@ class Open:
     temperature: float
     seed: int
     matching: bool = False
+    first_position: int = 0
 
 
 @dataclass(slots=True)
@@ -101,7 +105,16 @@ class Proposal:
 
 
 class DraftPort(Protocol):
-    """What the target side sees of a drafter, wherever it runs."""
+    """What the target side sees of a drafter, wherever it runs. ledger: what its drafts took. last_transfer_s: how long the newest
+    proposals were on their way, the drafter's own work left out."""
+
+    ledger: Ledger
+    last_transfer_s: float
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a drafter at the other end, alive or hung."""
+        ...
 
     def send(self, messages: Sequence[Open | Rows | Commit | Close]) -> None:
         """Hand over the messages of one step, in order. Never blocks on the drafter's work; never raises for a

@@ -27,6 +27,10 @@ class Request:
     After a step that sampled, `num_computed == len(token_ids) - 1`: the newest token is the anchor, whose KV comes with
     the next step. `epoch` rises with every preemption, so that anything older can be told apart. `prompt_logprobs`: those of the
     prompt's tokens so far (None for the first one), until they are told; None where not asked for. `phases`: kept where the request is traced.
+
+    Of the prefix cache, in tokens. `num_reused_tokens`: how many came out of it when the request was last admitted. `num_cached_tokens`:
+    of its prompt, when it was first admitted; None before. `num_context_rows`: the context rows of so many are kept beside the pages.
+    `prefix_keys`: of its full pages, as far as they were asked for; they only grow, like the tokens.
     """
 
     request_id: str
@@ -48,6 +52,10 @@ class Request:
     draftable: bool = field(default=True)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     phases: PhaseTimes | None = None
+    num_reused_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_context_rows: int = 0
+    prefix_keys: list[bytes] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -97,7 +105,7 @@ class Request:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
-        return self.max_tokens - self.num_output_tokens
+        return self.max_tokens + self.num_prompt_tokens - len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -117,10 +125,7 @@ class Request:
     @property
     def draft_width(self) -> int:
         """Draft slots that this request can use in its next step, whatever the load."""
-        if not self.draftable:
-            return 0
-        remaining = self.max_tokens + self.num_prompt_tokens - len(self.token_ids)
-        return remaining if remaining < self.num_speculative_tokens else self.num_speculative_tokens
+        return min(self.num_speculative_tokens, self.num_remaining_tokens) if self.draftable else 0
 
     @property
     def prefill_goal(self) -> int:
@@ -141,14 +146,11 @@ class Request:
         """
         room = self.num_remaining_tokens
         kept = committed[:room]
-        if self.stop_token_ids.isdisjoint(kept) and self.eos_token_ids.isdisjoint(kept):
+        if not (self.stop_token_ids.isdisjoint(kept) and self.eos_token_ids.isdisjoint(kept)):
+            end, token_id = next((i, one) for i, one in enumerate(kept) if one in self.stop_token_ids or one in self.eos_token_ids)
+            kept = kept[: end + 1]
             self.token_ids += kept
-            return kept, "length" if len(kept) == room else None, None
-        for index, token_id in enumerate(kept):
-            if token_id in self.stop_token_ids or token_id in self.eos_token_ids:
-                kept = kept[: index + 1]
-                self.token_ids += kept
-                return kept, "stop", token_id if token_id in self.stop_token_ids else None
+            return kept, "stop", token_id if token_id in self.stop_token_ids else None
         self.token_ids += kept
         return kept, "length" if len(kept) == room else None, None
 

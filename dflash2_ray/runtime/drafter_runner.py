@@ -26,7 +26,7 @@ from dflash2_ray.sampling.noise import Purpose, uniforms
 from dflash2_ray.sampling.token_noise import exponentials
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class _Drafted:
     """A request as the drafter sees it. `pending`: rows that no commit has named yet, by first position."""
 
@@ -106,9 +106,10 @@ class DrafterRunner:
             return
         if known is not None:
             self._drop(known)
-        context = self.drafter.new_context() if self.rounds is None else PagedContext(self.rounds.pages)
+        first = message.first_position
+        context = self.drafter.new_context(first) if self.rounds is None else PagedContext(self.rounds.pages, first)
         self._requests[message.request_id] = _Drafted(
-            message.epoch, message.temperature, message.seed, message.matching, context
+            message.epoch, message.temperature, message.seed, message.matching, context, base_len=first
         )
 
     def _take_rows(self, message: Rows) -> None:
@@ -255,7 +256,10 @@ def _draws(group: Sequence[tuple[Wanted, _Drafted]], width: int) -> tuple[list[i
 
 
 class ColocatedDraftPort:
-    """`DraftPort` in one process: messages are applied where they are sent. `ledger`: what its drafts took."""
+    """`DraftPort` in one process: messages are applied where they are sent."""
+
+    connected = True
+    last_transfer_s = 0.0
 
     def __init__(self, runner: DrafterRunner) -> None:
         self.runner = runner

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dflash2_kernels.noise import shifted, wrapped
 from dflash2_ray.sampling.noise import TOKEN_STREAM, words
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -157,18 +158,9 @@ def _signed(key: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(key.view(np.int64)).to(device)
 
 
-def _wrapped(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
-
-
-def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift in zeros."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def _exponentials_torch(a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    z = ids * _wrapped(_GAMMA) + a
-    z = (z ^ _shift(z, 30)) * _wrapped(_FIRST)
-    z = (z ^ _shift(z, 27) ^ b) * _wrapped(_SECOND)
-    x = (_shift(z ^ _shift(z, 31), 1) | 1).double() * _SCALE
+    z = ids * wrapped(_GAMMA) + a
+    z = (z ^ shifted(z, 30)) * wrapped(_FIRST)
+    z = (z ^ shifted(z, 27) ^ b) * wrapped(_SECOND)
+    x = (shifted(z ^ shifted(z, 31), 1) | 1).double() * _SCALE
     return -torch.log1p(-x.clamp_max(_BELOW_ONE))

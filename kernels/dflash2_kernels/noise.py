@@ -22,11 +22,12 @@ TOKEN_STREAM = 1
 _LOW = 0xFFFFFFFF
 
 
-def _wrapped(constant: int) -> int:
+def wrapped(constant: int) -> int:
+    """The bits of an unsigned 64-bit integer as a signed one."""
     return constant - (1 << 64) if constant >> 63 else constant
 
 
-_GAMMA, _FIRST, _SECOND = (_wrapped(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GAMMA, _FIRST, _SECOND = (wrapped(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SQRT_HALF = 0.7071067811865476
 _LN2_HIGH, _LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10  # the high part times a small integer is exact
 _NUM_TERMS = 11  # of atanh's series: s² ≤ 0.0295, so what is left out is below 2⁻⁵⁶ of the sum
@@ -50,7 +51,7 @@ def words_reference(seeds: torch.Tensor, positions: torch.Tensor, stream: int = 
 
 def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(upper, lower) 32 bits of a·b; int64 wraps, and its bits are those of the unsigned product."""
-    product = a * _wrapped(b)
+    product = a * wrapped(b)
     return (product >> 32) & _LOW, product & _LOW
 
 
@@ -64,9 +65,9 @@ def exponentials_reference(seeds: torch.Tensor, positions: torch.Tensor, ids: to
     w = words_reference(seeds, positions, TOKEN_STREAM)
     a, b = ((w[0] << 32) | w[1])[:, None], ((w[2] << 32) | w[3])[:, None]
     z = ids * _GAMMA + a
-    z = (z ^ _shifted(z, 30)) * _FIRST
-    z = (z ^ _shifted(z, 27) ^ b) * _SECOND
-    k = _shifted(z ^ _shifted(z, 31), 1) | 1
+    z = (z ^ shifted(z, 30)) * _FIRST
+    z = (z ^ shifted(z, 27) ^ b) * _SECOND
+    k = shifted(z ^ shifted(z, 31), 1) | 1
     x = (k.double() * 2.0**-63).clamp_max(1.0 - 2.0**-53)
     rest = 1.0 - x
     bits = rest.view(torch.int64)
@@ -84,7 +85,7 @@ def exponentials_reference(seeds: torch.Tensor, positions: torch.Tensor, ids: to
     return -(shift * _LN2_HIGH + (shift * _LN2_LOW + (s + s) * series))
 
 
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
     """z >> bits, zeros coming in."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 

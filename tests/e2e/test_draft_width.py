@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.runtime.drafter_runner import DrafterRunner
@@ -19,7 +20,11 @@ NUM_PROMPTS = 40
 class ThreadedDraftPort:
     """A `DraftPort` whose drafter works in a thread of its own, so that asking ahead really runs ahead."""
 
+    connected = True
+    last_transfer_s = 0.0
+
     def __init__(self, runner):
+        self.ledger = Ledger()
         self.runner = runner
         self._work = queue.SimpleQueue()
         self._arrived = threading.Condition()
