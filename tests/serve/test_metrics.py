@@ -58,6 +58,7 @@ def test_one_answer_in_the_numbers(idle, grown):
     assert told["dflash2:output_token_latency_seconds_count"] == 23
     assert told["dflash2:verify_seconds_count"] == told["vllm:iteration_tokens_total_count"] == 1 + stats["num_spec_steps"]
     assert told["dflash2:draft_seconds_count"] == stats["num_spec_steps"]
+    assert told["vllm:request_params_max_tokens_sum"] == 24
 
 
 def test_a_prompt_that_comes_again_is_found_again(idle, grown):
@@ -70,7 +71,6 @@ def test_a_prompt_that_comes_again_is_found_again(idle, grown):
     assert told["vllm:prefix_cache_hits_total"] == 32
     histograms = [one["metrics"]["speculative_decoding"]["acceptance_histogram"] for one in answers]
     assert histograms[0] == histograms[1]
-    assert told["vllm:request_params_max_tokens_sum"] == 24
 
 
 def test_how_requests_end(idle, grown):
