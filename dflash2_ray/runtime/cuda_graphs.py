@@ -46,12 +46,12 @@ class CudaBackend:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream()
+        self._main, self._side = torch.cuda.Stream(), torch.cuda.Stream()
 
     def capture(self, launch: Callable[[], Results]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # other threads of this process may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        # other threads of this process may use the device meanwhile, and capture too
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._main, capture_error_mode="thread_local"):
             results = launch()
         return Graph(graph.replay, results)
 
