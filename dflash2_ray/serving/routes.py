@@ -54,7 +54,8 @@ def api_builder(guards: Guards) -> Callable[[], FastAPI]:
 def build_api(guards: Guards = Guards()) -> FastAPI:
     """The ASGI application of an ingress replica. Plain functions: no route depends on how Serve binds methods."""
     api = FastAPI(title="dflash2_ray", version=__version__, docs_url=None, redoc_url=None, responses=responses())
-    api.add_middleware(EarlyRefusal, paths=GENERATING_PATHS, refusal=lambda: _ingress(_this_replica()).refusal())
+    servable = lambda: api.dependency_overrides.get(_this_replica, _this_replica)()  # noqa: E731  (whom the routes would ask)
+    api.add_middleware(EarlyRefusal, paths=GENERATING_PATHS, refusal=lambda: _ingress(servable()).refusal())
     api.add_middleware(CatchAll)
     api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
     if guards.keys.all():
