@@ -7,8 +7,8 @@ target's pass; the drafter's pass up to its candidates' scores, and its keys and
 three of seven drafts stand. Everything around them is real and counted: argmax and walk on a few columns, reading their results, the page
 tables that the attention kernels want, packing the deltas for the front. Context rows and the drafter's keys and values are one number
 wide, so that a copy of them counts as the call that it is, not as memory traffic.
-Prints one line of JSON, medians in ms of this thread's CPU time per step: the whole, what of it the colocated drafter's side takes, and the parts, each without what
-it calls of another (`rest`: what no part covers).
+Prints one line of JSON, medians in ms of this thread's CPU time per step: the whole, what of it the colocated drafter's side takes, and the
+parts, each without what it calls of another (`rest`: what no part covers).
 """
 
 import argparse
@@ -52,7 +52,7 @@ def stub_devices(loop) -> None:
 
     loop.runner.forward = forward
     loop.runner.projection = lambda rows: rows
-    drafter.new_context = lambda: DraftContext(windows, 1, 1, narrow)
+    drafter.new_context = lambda *first: DraftContext(windows, 1, 1, narrow, *first)
     drafter.context_kv = lambda rows, positions, num_positions: kv[: len(rows)]
     drafter.block_hidden = lambda anchors, contexts, slots: hidden[: len(anchors), :slots]
     drafter.candidates = lambda rows: (unary[: len(rows), : rows.shape[1]], ids[: len(rows), : rows.shape[1]])
@@ -124,7 +124,7 @@ def main() -> None:
     stub_devices(loop)
     params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
     for index in range(asked.requests):
-        loop.add(RequestSpec(f"request-{index}", tuple(range(3, 67)), params))
+        loop.add(RequestSpec(f"request-{index}", tuple(range(3 + index, 67 + index)), params))
     while any(not request.decodes for request in loop.scheduler.running) or loop.scheduler.waiting:
         loop.step()
     parts = watch_parts(loop)
