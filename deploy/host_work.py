@@ -52,7 +52,7 @@ def stub_devices(loop) -> None:
 
     loop.runner.forward = forward
     loop.runner.projection = lambda rows: rows
-    drafter.new_context = lambda *first: DraftContext(windows, 1, 1, narrow, *first)
+    drafter.new_context = lambda first=0: DraftContext(windows, 1, 1, narrow, first)
     drafter.context_kv = lambda rows, positions, num_positions: kv[: len(rows)]
     drafter.block_hidden = lambda anchors, contexts, slots: hidden[: len(anchors), :slots]
     drafter.candidates = lambda rows: (unary[: len(rows), : rows.shape[1]], ids[: len(rows), : rows.shape[1]])

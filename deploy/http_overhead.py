@@ -121,7 +121,7 @@ def main() -> None:
     from dflash2_ray import LLM, Client
     from dflash2_ray.cli.settings import prompt_ids, read_prompts, read_settings
 
-    settings = {"draft_width": "fixed", **read_settings(asked.settings), "max_num_seqs": CONCURRENCY}
+    settings = {"draft_width": "fixed", "enable_prefix_caching": False, **read_settings(asked.settings), "max_num_seqs": CONCURRENCY}
     engine = LLM(**settings)
     some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], asked.new_tokens)
     ids = [some[index % len(some)] for index in range(NUM_PROMPTS)]

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,16 +33,16 @@ def prompt_ids(folder: str) -> list[list[int]]:
     return [tokenizer.encode(form.format(text)).ids for text in texts]
 
 
-def dflash2_ray(folder: str, ids: list[list[int]]):
+def dflash2_ray(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS):
     """(concurrency, prompts) → tokens per second."""
     from dflash2_ray import LLM
 
-    engine = LLM(target=folder, drafter="none", dtype="bfloat16", max_num_seqs=16)
+    engine = LLM(target=folder, drafter="none", dtype="bfloat16", max_num_seqs=16, enable_prefix_caching=False)
 
     def run(level: int, count: int) -> float:
         started = time.perf_counter()
         results = engine.generate(
-            prompt_token_ids=ids[:count], max_in_flight=level, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True
+            prompt_token_ids=ids[:count], max_in_flight=level, temperature=0, max_tokens=new_tokens, ignore_eos=True
         )
         return sum(len(one.token_ids) for one in results) / (time.perf_counter() - started)
 
@@ -76,7 +77,7 @@ def _print_step_split(engine, run) -> None:
     print({name: f"{seconds / steps * 1000:.2f} ms" for name, seconds in spent.items()}, f"outside the model {outside:.1%}")
 
 
-def transformers(folder: str, ids: list[list[int]]):
+def transformers(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS):
     """The same, through `generate`; concurrency 1 only."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -89,16 +90,16 @@ def transformers(folder: str, ids: list[list[int]]):
         for one in ids[:count]:
             batch = torch.tensor([one])
             model.generate(
-                batch, attention_mask=torch.ones_like(batch), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+                batch, attention_mask=torch.ones_like(batch), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
                 do_sample=False, pad_token_id=0,
             )
-        return count * NEW_TOKENS / (time.perf_counter() - started)
+        return count * new_tokens / (time.perf_counter() - started)
 
     run(1, 1)
     return run
 
 
-def vllm(folder: str, ids: list[list[int]]):
+def vllm(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS):
     """The same, through vLLM's CPU build in process."""
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1",
@@ -108,7 +109,7 @@ def vllm(folder: str, ids: list[list[int]]):
     from vllm.inputs import TokensPrompt
 
     engine = LLM(model=folder, dtype="bfloat16", max_model_len=1024, max_num_seqs=16, enable_prefix_caching=False)
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
 
     def run(level: int, count: int) -> float:
         started = time.perf_counter()
@@ -122,16 +123,22 @@ def vllm(folder: str, ids: list[list[int]]):
     return run
 
 
+ENGINES = {"dflash2_ray": dflash2_ray, "transformers": transformers, "vllm": vllm}
+
+
+def measure(name: str, folder: str, levels: Sequence[int], *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS) -> dict[int, list[float]]:
+    """{concurrency: tokens per second of every repeat}."""
+    run = ENGINES[name](folder, prompt_ids(folder), new_tokens)
+    return {level: [run(level, NUM_PROMPTS[level]) for _ in range(repeats)] for level in levels}
+
+
 def main() -> None:
     """Print the median tokens per second at each concurrency."""
-    engines = {"dflash2_ray": dflash2_ray, "transformers": transformers, "vllm": vllm}
-    if len(sys.argv) != 3 or sys.argv[1] not in engines:
+    if len(sys.argv) != 3 or sys.argv[1] not in ENGINES:
         print(__doc__)
         sys.exit(2)
     name, folder = sys.argv[1], sys.argv[2]
-    run = engines[name](folder, prompt_ids(folder))
-    levels = (1,) if name == "transformers" else (1, 4, 16)
-    rates = {level: [run(level, NUM_PROMPTS[level]) for _ in range(REPEATS)] for level in levels}
+    rates = measure(name, folder, (1,) if name == "transformers" else (1, 4, 16))
     print(name, {level: f"{statistics.median(some):.1f} tokens/s" for level, some in rates.items()})
 
 

@@ -110,6 +110,9 @@ class ServiceConfig(BaseModel):
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU that this service may fill.")
     num_kv_pages: int | None = Field(None, ge=1, description="KV pages; default: from the memory at hand.")
+    enable_prefix_caching: bool = Field(
+        True, description="A prompt that begins like an earlier one, or like its answer, starts behind what they share, in whole pages."
+    )
     max_num_seqs: int = Field(16, ge=1, le=1024, description="Requests that may run at once.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens of one step; default 512 or more.")
     max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
@@ -280,7 +283,8 @@ class TargetFacts:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """What the drafter's config.json says; `draft_block_size` counts the anchor."""
+    """What the drafter's config.json says; `draft_block_size` counts the anchor. context_window: how many positions in front of a draft
+    block any layer sees, None for all."""
 
     name: str
     architecture: str
@@ -291,6 +295,7 @@ class DrafterFacts:
     draft_block_size: int
     max_position_embeddings: int
     weight_bytes: int
+    context_window: int | None = None
 
     def kv_bytes_per_token(self, item_bytes: int) -> int:
         """Bytes of context keys and values of all draft layers for one token."""
@@ -317,11 +322,13 @@ class EngineConfig:
     cuda_graphs: bool
     page_size: int
     num_kv_pages: int
+    enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
     seed: int | None
     drafter_max_model_len: int
+    drafter_window: int | None  # positions in front of a draft block that the drafter sees; None: all
     kv_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -349,6 +356,8 @@ def resolve(
     if drafter and placement == "colocated":
         per_token += drafter.kv_bytes_per_token(item_bytes)
         weight_bytes += drafter.weight_bytes
+    if speculative_tokens and config.enable_prefix_caching and drafter:
+        per_token += drafter.hidden_size * item_bytes  # the context row that is kept beside it
     pages = _resolve_pages(config, machine, device, weight_bytes, per_token, max_model_len, speculative_tokens)
     return EngineConfig(
         target=config.target,
@@ -367,11 +376,13 @@ def resolve(
         cuda_graphs=config.cuda_graphs == "auto" and device == "cuda",
         page_size=config.page_size,
         num_kv_pages=pages,
+        enable_prefix_caching=config.enable_prefix_caching,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched_tokens,
         max_queued_requests=config.max_queued_requests,
         seed=config.seed,
         drafter_max_model_len=drafter.max_position_embeddings if drafter else 0,
+        drafter_window=drafter.context_window if drafter else None,
         kv_bytes=pages * config.page_size * per_token,
     )
 

@@ -2,7 +2,7 @@
 `--widths`, every fixed draft width against the one that follows the load.
 
 All variants run the same prompts in the same engine, in turns whose order alternates, so that a machine that slows down slows
-both; medians are over the turns.
+both; medians are over the turns. The prefix cache is off unless asked for: with it, all turns behind the first begin with cached prompts.
 """
 
 import statistics
@@ -46,7 +46,8 @@ def bench(
     chosen = [one for one in known if prompts is not None or one[0] == kind]
     if not chosen:
         raise ConfigError(f"--kind: expected one of {', '.join(sorted({one[0] for one in known}))}, got {kind!r}")
-    engine = build_engine(settings or [], max_num_seqs=max(levels))
+    # variants run the same prompts: what one of them computed must not serve the next
+    engine = build_engine(settings or [], max_num_seqs=max(levels), enable_prefix_caching=False)
     most = engine.config.num_speculative_tokens
     ids = prompt_ids(engine, chosen, max_tokens)
     compares = bool(widths)

@@ -27,7 +27,8 @@ class Open:
     """A request begins. temperature: below 1e-5 the walk is greedy. seed: the request's 64-bit noise key.
 
     matching: the target verifies by token matching (`sampling.rejection`), so the walk draws with the target's own noise and
-    sends no q.
+    sends no q. first_position: the first one whose row comes, and the base length to begin with; above 0 only where no layer's window
+    reaches further back.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Open:
     temperature: float
     seed: int
     matching: bool = False
+    first_position: int = 0
 
 
 @dataclass(slots=True)

@@ -6,21 +6,24 @@ from typing import Any
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one generation."""
+    """Token counts of one generation. cached_tokens: of the prompt, those whose keys and values were found in the prefix cache; it is no
+    part of what was generated, so two counts that differ in it alone are equal."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = field(default=0, compare=False)
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         """The OpenAI `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

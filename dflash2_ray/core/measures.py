@@ -80,6 +80,10 @@ MEASURES: tuple[Measure, ...] = (
         ("capacity", "deferred"),
     ),
     Measure("kv_usage", "vllm:kv_cache_usage_perc", "gauge", "Share of the KV pages in use, 0 to 1"),
+    Measure(
+        "prefix_cache_queries", "vllm:prefix_cache_queries", "counter", "Tokens of requests that were looked up in the prefix cache"
+    ),
+    Measure("prefix_cache_hits", "vllm:prefix_cache_hits", "counter", "Of them, tokens that were found there"),
     # steps and requests
     Measure("preemptions", "vllm:num_preemptions", "counter", "Requests that lost their pages and were recomputed"),
     Measure("prompt_tokens", "vllm:prompt_tokens", "counter", "Prompt tokens of requests that got their first token"),

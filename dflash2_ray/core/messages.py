@@ -115,7 +115,8 @@ class RequestDelta:
     error). stop_reason: the stop token id that ended it, None for end-of-text and limits. steps: one entry per decode step; the
     step that ended the prefill has none. logprobs: one entry per token where asked for. prompt_logprobs: one per prompt token
     (None for the first), with the first delta, where asked for. num_speculative_tokens: draft slots that the engine is
-    configured for. skipped_reason: why this request does not speculate (any more). stats: with the last delta. phases: of a traced request, where
+    configured for. skipped_reason: why this request does not speculate (any more). num_cached_tokens: with the first tokens, how many of the
+    prompt came out of the prefix cache. stats: with the last delta. phases: of a traced request, where
     its time went so far.
     """
 
@@ -127,6 +128,7 @@ class RequestDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_speculative_tokens: int = 0
+    num_cached_tokens: int = 0
     skipped_reason: str | None = None
     error: dict[str, Any] | None = None
     stats: dict[str, Any] | None = None

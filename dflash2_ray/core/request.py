@@ -27,6 +27,10 @@ class Request:
     After a step that sampled, `num_computed == len(token_ids) - 1`: the newest token is the anchor, whose KV comes with
     the next step. `epoch` rises with every preemption, so that anything older can be told apart. `prompt_logprobs`: those of the
     prompt's tokens so far (None for the first one), until they are told; None where not asked for. `phases`: kept where the request is traced.
+
+    Of the prefix cache, in tokens. `num_reused_tokens`: how many came out of it when the request was last admitted. `num_cached_tokens`:
+    of its prompt, when it was first admitted; None before. `num_context_rows`: the context rows of so many are kept beside the pages.
+    `prefix_keys`: of its full pages, as far as they were asked for; they only grow, like the tokens.
     """
 
     request_id: str
@@ -48,6 +52,10 @@ class Request:
     draftable: bool = field(default=True)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     phases: PhaseTimes | None = None
+    num_reused_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_context_rows: int = 0
+    prefix_keys: list[bytes] = field(default_factory=list)
 
     @classmethod
     def create(

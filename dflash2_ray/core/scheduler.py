@@ -3,6 +3,7 @@
 A step is a map request → number of tokens; there is no prefill or decode phase. A request that has its anchor left runs
 one row plus its drafts; any other runs a chunk of its uncomputed tokens. Running requests go first, in order of
 admission; when pages run out the youngest running request is preempted and recomputed later, with a higher epoch.
+A request starts behind the full pages that the prefix cache has of it, every time that it is admitted.
 The scheduler decides and counts; it must not know tensors, models or how drafts are made.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from dflash2_ray.core.messages import RequestDelta, StepCount, TokenLogprobs
 from dflash2_ray.core.page_pool import PagePool
+from dflash2_ray.core.prefix_cache import extend_keys
 from dflash2_ray.core.request import Request, RequestState
 from dflash2_ray.core.wire import pack_error
 from dflash2_ray.errors import DFlash2Error, Overloaded, StepFailed
@@ -47,7 +49,8 @@ class Outcome:
 
 
 class Scheduler:
-    """Continuous batching over one page pool."""
+    """Continuous batching over one page pool. caches_prefixes: full pages are kept and found again. drafter_window: how many context
+    rows in front of a position a drafter needs there, None for all."""
 
     def __init__(
         self,
@@ -57,12 +60,16 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_queued_requests: int,
+        caches_prefixes: bool = False,
+        drafter_window: int | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queued_requests = max_queued_requests
+        self.caches_prefixes = caches_prefixes
+        self._drafter_pages = None if drafter_window is None else -(-drafter_window // page_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -175,7 +182,7 @@ class Scheduler:
         self._departed.append((request.request_id, request.epoch))
         self.pool.release(request.request_id)
         request.state = RequestState.WAITING
-        request.num_computed = 0
+        request.num_computed = request.num_context_rows = 0
         request.epoch += 1
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -185,17 +192,54 @@ class Scheduler:
         """Start the oldest waiting request if its whole prefill and one draft block fit into the free pages now."""
         goal = request.prefill_goal
         needed = -(-(goal + 1 + request.num_speculative_tokens) // self.page_size)
-        if needed > self.pool.num_free:
+        shared = self._cached_pages(request, goal)
+        if needed - self.pool.num_read(shared) > self.pool.num_free:
             return None
         longest = request.num_prompt_tokens + request.max_tokens + request.num_speculative_tokens
-        self.pool.open(request.request_id, -(-longest // self.page_size))
-        num_tokens = min(goal, budget)
-        grown = self.pool.grow(request.request_id, -(-num_tokens // self.page_size))
+        self.pool.open(request.request_id, -(-longest // self.page_size), shared)
+        start = len(shared) * self.page_size
+        num_tokens = min(goal - start, budget)
+        grown = self.pool.grow(request.request_id, -(-(start + num_tokens) // self.page_size))
         assert grown, "admission checked the free pages"
         self.waiting.popleft()
-        request.state = RequestState.RUNNING
         self.running.append(request)
-        return Planned(request, request.epoch, 0, num_tokens, 0, num_tokens == len(request.token_ids))
+        request.state = RequestState.RUNNING
+        request.num_computed = request.num_reused_tokens = start
+        request.num_context_rows = start if request.draftable else 0
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(start, request.num_prompt_tokens)
+            if self._looks_up(request):
+                self.pool.cache.num_queried_tokens += len(request.token_ids)
+                self.pool.cache.num_hit_tokens += start
+        return Planned(request, request.epoch, start, num_tokens, 0, start + num_tokens == len(request.token_ids))
+
+    def _looks_up(self, request: Request) -> bool:
+        """Whether the request may start behind cached pages: not if it must compute every token of its prompt."""
+        return self.caches_prefixes and request.prompt_logprobs is None
+
+    def _cached_pages(self, request: Request, goal: int) -> list[int]:
+        """The cached pages that the request can start behind; at least one of its `goal` positions is left to compute."""
+        if not self._looks_up(request):
+            return []
+        most = (goal - 1) // self.page_size
+        extend_keys(request.prefix_keys, request.token_ids, self.page_size, most)
+        pages = self.pool.cache.find(request.prefix_keys[:most])
+        return pages[: self.pool.cache.num_drafted(pages, self._drafter_pages)] if request.draftable else pages
+
+    def note_context_rows(self, request_id: str, first: int, num_rows: int) -> None:
+        """Context rows of a request lie beside its pages; those behind a gap are of no use."""
+        request = self._requests.get(request_id)
+        if request is not None and request.num_context_rows == first:
+            request.num_context_rows += num_rows
+
+    def _publish(self, request: Request, num_before: int) -> None:
+        """Let others read the pages that came to be full of committed tokens since there were `num_before` of them."""
+        if not self.caches_prefixes:
+            return
+        for index in range(num_before // self.page_size, request.num_computed // self.page_size):
+            extend_keys(request.prefix_keys, request.token_ids, self.page_size, index + 1)
+            has_rows = request.num_context_rows >= (index + 1) * self.page_size
+            self.pool.publish(request.request_id, index, request.prefix_keys[index], has_rows=has_rows)
 
     def commit(
         self,
@@ -212,8 +256,10 @@ class Scheduler:
                 continue
             if outcome is None:
                 request.num_computed = part.start + part.num_tokens
+                self._publish(request, part.start)
                 continue
             deltas.append(self._commit(part, outcome, reason))
+            self._publish(request, part.start)
             if deltas[-1].finish_reason:
                 self._finish(request)
         return deltas
@@ -243,6 +289,7 @@ class Scheduler:
             logprobs=None if outcome.logprobs is None else tuple(outcome.logprobs[: len(kept)]),
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             num_speculative_tokens=request.stats.num_speculative_tokens,
+            num_cached_tokens=(request.num_cached_tokens or 0) if first else 0,
             skipped_reason=request.stats.skipped_reason,
             error=error,
             stats=request.stats.as_dict() if finish_reason else None,

@@ -61,6 +61,8 @@ def pack_delta(delta: RequestDelta) -> dict[str, Any]:
         value = getattr(delta, name)
         if value is not None:
             values[name] = value
+    if delta.num_cached_tokens:
+        values["num_cached_tokens"] = delta.num_cached_tokens
     if delta.phases is not None:
         values["phases"] = delta.phases.pack()
     return values

@@ -29,7 +29,7 @@ class UnitAccounts:
         }  # fmt: skip
         self._cache = {
             "block_size": engine["page_size"], "num_gpu_blocks": facts["num_pages"], "cache_dtype": "auto",
-            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "gpu_memory_utilization": config.gpu_memory_utilization, "enable_prefix_caching": engine["enable_prefix_caching"],
         }  # fmt: skip
         self._ledger = Ledger()
         self.book = RequestBook(self._ledger)

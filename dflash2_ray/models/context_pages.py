@@ -19,10 +19,10 @@ class ContextPages:
 
 
 class PagedContext:
-    """One request's context. num_committed: positions 0 … num_committed - 1 are in, or on their way."""
+    """One request's context. num_committed: positions first … num_committed - 1 are in, or on their way."""
 
-    def __init__(self, pages: ContextPages) -> None:
-        self.num_committed = 0
+    def __init__(self, pages: ContextPages, first: int = 0) -> None:
+        self.num_committed = first
         self.page_ids: list[int] = []
         self._pages = pages
 

@@ -267,11 +267,12 @@ class Drafter:
 
     # ---- context ------------------------------------------------------------------------------------------------
 
-    def new_context(self) -> DraftContext:
-        """An empty context for one request."""
+    def new_context(self, first_position: int = 0) -> DraftContext:
+        """An empty context for one request, whose first row will be that of `first_position` (above 0 only where every layer has a
+        window that reaches no further back)."""
         windows = [layer.window for layer in self.config.attention]
         like = torch.empty(0, dtype=self.activations, device=self.device)
-        return DraftContext(windows, self.config.num_kv_heads, self.config.head_dim, like)
+        return DraftContext(windows, self.config.num_kv_heads, self.config.head_dim, like, first_position)
 
     def new_pages(self, num_pages: int, page_size: int) -> ContextPages:
         """Empty pages for the contexts of all requests."""

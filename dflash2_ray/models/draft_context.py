@@ -16,9 +16,11 @@ _GROWTH = 128  # rows
 class _Buffer:
     """[capacity, L, 2, K, D]: row i holds position `first + i`."""
 
-    def __init__(self, window: int | None, num_layers: int, num_kv_heads: int, head_dim: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, window: int | None, num_layers: int, num_kv_heads: int, head_dim: int, like: torch.Tensor, first: int
+    ) -> None:
         self.window = window
-        self.first = 0
+        self.first = first
         self.capacity = 0
         self.rows = like.new_empty(0, num_layers, 2, num_kv_heads, head_dim)
 
@@ -50,15 +52,18 @@ class _Buffer:
 
 
 class DraftContext:
-    """num_committed: positions 0 … num_committed - 1 are in. `windows[i]`: window of layer i, None for full attention."""
+    """num_committed: positions first … num_committed - 1 are in. `windows[i]`: window of layer i, None for full attention."""
 
-    def __init__(self, windows: Sequence[int | None], num_kv_heads: int, head_dim: int, like: torch.Tensor) -> None:
-        self.num_committed = 0
+    def __init__(
+        self, windows: Sequence[int | None], num_kv_heads: int, head_dim: int, like: torch.Tensor, first: int = 0
+    ) -> None:
+        assert first == 0 or None not in windows, "full attention needs every position"
+        self.num_committed = first
         self._homes: list[tuple[_Buffer, int]] = []
         self._layers: dict[int | None, list[int]] = {}
         for index, window in enumerate(windows):
             self._layers.setdefault(window, []).append(index)
-        buffers = {w: _Buffer(w, len(own), num_kv_heads, head_dim, like) for w, own in self._layers.items()}
+        buffers = {w: _Buffer(w, len(own), num_kv_heads, head_dim, like, first) for w, own in self._layers.items()}
         for window in windows:
             place = sum(home is buffers[window] for home, _ in self._homes)
             self._homes.append((buffers[window], place))

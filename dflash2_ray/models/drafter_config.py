@@ -92,7 +92,14 @@ class DrafterConfig:
             draft_block_size=self.draft_block_size,
             max_position_embeddings=self.max_position_embeddings,
             weight_bytes=2 * (self.num_layers * (layer + convs) + selector + projection),
+            context_window=self.context_window,
         )
+
+    @property
+    def context_window(self) -> int | None:
+        """How many positions in front of a draft block any layer sees; None where one sees all."""
+        widths = [layer.window for layer in self.attention]
+        return None if None in widths else max(width - 1 for width in widths if width is not None)
 
 
 class _Keys:

@@ -21,7 +21,7 @@ class LoggedRequest:
 
     def __init__(self, opened: Open) -> None:
         self.opened = opened
-        self.base_len = 0
+        self.base_len = opened.first_position
         self.anchor: int | None = None
         self.broken = False
         self.pending: list[tuple[int, torch.Tensor]] = []
@@ -29,7 +29,8 @@ class LoggedRequest:
 
     def rows(self, first: int, stop: int) -> torch.Tensor:
         """Committed rows [stop - first, H]; their memory never changes."""
-        return self._rows[first:stop]
+        begin = self.opened.first_position
+        return self._rows[first - begin : stop - begin]
 
     @property
     def row_bytes(self) -> int:
@@ -53,14 +54,15 @@ class LoggedRequest:
 
     @torch.inference_mode()
     def _append(self, piece: torch.Tensor) -> None:
-        needed = self.base_len + piece.shape[0]
+        held = self.base_len - self.opened.first_position
+        needed = held + piece.shape[0]
         if needed > self._rows.shape[0]:
             grown = piece.new_empty(needed + max(_GROWTH, needed // 4), piece.shape[1])
-            if self.base_len:
-                grown[: self.base_len] = self._rows[: self.base_len]
+            if held:
+                grown[:held] = self._rows[:held]
             self._rows = grown
-        self._rows[self.base_len : needed] = piece
-        self.base_len = needed
+        self._rows[held:needed] = piece
+        self.base_len += piece.shape[0]
 
 
 class ContextLog:

@@ -1,7 +1,7 @@
 """Many launches as one: a graph for every bucket of sizes, captured the first time that the bucket is met, replayed ever after.
 
-What is captured reads static tensors only, which its owner fills before every run, and leaves its results in tensors that the graph
-owns: they stand until the next run of the same pool. A graph is taken into use once its replay has given what the same launches gave
+What is captured reads static tensors only, which its owner fills before every run, and leaves its results in tensors that stand until
+the next run of the same pool. A graph is taken into use once its replay has given what the same launches gave
 one by one. Where that fails, everything runs launch by launch from then on: the reason is logged once, and told. It must not know
 what is computed.
 """
@@ -95,7 +95,7 @@ class GraphPool(Generic[Key]):
         return {"num_graphs": len(self._graphs), "num_replays": self.num_replays, "failure": self.failure}
 
     def _first(self, key: Key, launch: Callable[[], Results]) -> Results:
-        expected = launch()  # also compiles and loads what a capture could not
+        expected = {name: value.clone() for name, value in launch().items()}  # also compiles and loads what a capture could not
         try:
             graph = self.backend.capture(launch)
             graph.replay()

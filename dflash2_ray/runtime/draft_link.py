@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from dflash2_ray.core.draft_port import Close, Commit, Open, Proposal, Rows, RowSpan, Wanted
 from dflash2_ray.core.failure_log import FailureLog
 from dflash2_ray.core.ledger import Ledger
@@ -37,6 +35,7 @@ from dflash2_ray.runtime.draft_wire import (
     unpack_answer,
 )  # fmt: skip
 from dflash2_ray.runtime.frame_writer import FrameWriter
+from dflash2_ray.runtime.pending_rows import without_spans
 from dflash2_ray.runtime.process_group import host_store
 from dflash2_ray.runtime.tensor_lane import TARGET_RANK, GroupLane, TensorLane, check_transport
 
@@ -92,7 +91,8 @@ class RemoteDraftPort:
     deadline: how long `collect` waits where its caller does not say; default: by the measured times. transport: how context rows
     travel, `socket`, `gloo` or `nccl`.
     hung_after deadlines in a row without any answer end the waiting; once nothing was heard for hung_after_s as well,
-    `suspect` is "hung". replay_bytes: most context that one call sends again. timings: samples for a planner. `ledger`: what the
+    `suspect` is "hung". replay_bytes: most context that one call sends again. whole_bytes: a request that begins with more context rows
+    than this (behind cached pages) is told bit by bit as well. timings: samples for a planner. `ledger`: what the
     drafter's work and the way to it took, and the bytes of tensors on that way.
     """
 
@@ -104,6 +104,7 @@ class RemoteDraftPort:
         hung_after_s: float = 10.0,
         max_queued_bytes: int = 256 * MIB,
         replay_bytes: int = 4 * MIB,
+        whole_bytes: int = 32 * MIB,
         group_timeout_s: float = 30.0,
         deadline: DraftDeadline | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -116,7 +117,7 @@ class RemoteDraftPort:
         self.last_transfer_s = 0.0  # of it, what the drafter did not work
         self._deadline = deadline or DraftDeadline()
         self._hung_after, self._hung_after_s = hung_after, hung_after_s
-        self._max_queued_bytes, self._replay_bytes = max_queued_bytes, replay_bytes
+        self._max_queued_bytes, self._replay_bytes, self._whole_bytes = max_queued_bytes, replay_bytes, whole_bytes
         self._group_timeout_s = group_timeout_s
         self._clock = clock
         self._changed = threading.Condition(threading.RLock())
@@ -262,7 +263,9 @@ class RemoteDraftPort:
             link = self._link
             if link is not None:
                 by_lane = link.lane is not None and link.lane.device != "cpu"
-                sent = self._without_replayed(link, messages if by_lane else kept)
+                long = self._begin_with_much(kept)
+                sent = self._without_replayed(link, messages if by_lane else kept, long)
+                link.replays |= {request_id: _Replay() for request_id in long}
                 if sent:
                     self._number += 1
                     self._put(link, pack_step(sent, link.generation, self._number, by_lane=link.lane is not None))
@@ -366,16 +369,25 @@ class RemoteDraftPort:
             self._own["num_overflows"] += 1
             self._lose(link, f"it takes nothing off its connection; {link.writer.queued_bytes} bytes wait")
 
-    def _without_replayed(self, link: _Link, messages: Sequence[Message]) -> list[Message]:
-        """What may go out now. What concerns a request that is being told again stays in the log, from where it follows."""
-        if not link.replays:
+    def _begin_with_much(self, messages: Sequence[Message]) -> set[str]:
+        """Requests that are opened here with a message of their own that holds more rows than one frame should."""
+        opened = {message.request_id for message in messages if isinstance(message, Open)}
+        own = [m for m in messages if isinstance(m, Rows) and len(m.spans) == 1 and m.rows.nbytes > self._whole_bytes]
+        return {message.spans[0].request_id for message in own} & opened
+
+    def _without_replayed(self, link: _Link, messages: Sequence[Message], long: set[str]) -> list[Message]:
+        """What may go out now. What concerns a request that is being told bit by bit, or will be (`long`), stays in the log, from where it
+        follows."""
+        if not link.replays and not long:
             return list(messages)
         kept: list[Message] = []
         for message in messages:
             if isinstance(message, Rows):
-                rows = _without_spans(message, link.replays)
+                rows = without_spans(message, link.replays.keys() | long)
                 if rows is not None:
                     kept.append(rows)
+                continue
+            if message.request_id in long:
                 continue
             replay = link.replays.get(message.request_id)
             if replay is None:
@@ -413,8 +425,8 @@ class RemoteDraftPort:
         if not replay.begun:
             messages.append(known.opened)
             replay.begun = True
-        if known.base_len > replay.sent_len:
-            first = replay.sent_len
+        first = replay.sent_len = max(replay.sent_len, known.opened.first_position)
+        if known.base_len > first:
             stop = min(known.base_len, first + max(1, budget // known.row_bytes))
             rows = known.rows(first, stop)
             messages.append(Rows((RowSpan(request_id, epoch, first, stop - first),), rows))
@@ -506,17 +518,3 @@ def _on_host(message: Rows) -> Rows:
 
 def _on_device(message: Rows, device: str) -> Rows:
     return Rows(message.spans, message.rows.to(device))
-
-
-@torch.inference_mode()
-def _without_spans(message: Rows, dropped: Mapping[str, Any]) -> Rows | None:
-    """The rows without those of `dropped` requests; None when nothing is left."""
-    spans, pieces, offset = [], [], 0
-    for span in message.spans:
-        if span.request_id not in dropped:
-            spans.append(span)
-            pieces.append(message.rows[offset : offset + span.num_rows])
-        offset += span.num_rows
-    if not spans:
-        return None
-    return Rows(tuple(spans), torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous())

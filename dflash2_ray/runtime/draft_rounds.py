@@ -89,6 +89,7 @@ class DraftRounds:
         self._num_positions = num_positions
         self._inputs: dict[_Size, tuple[StaticInputs, torch.Tensor]] = {}
 
+    @torch.inference_mode()
     def ingest(self, new: Sequence[NewRows]) -> None:
         """Take context rows in by themselves."""
         rows = torch.cat([one.rows.to(self._drafter.device) for one in new])
@@ -96,6 +97,7 @@ class DraftRounds:
         numbers = upload(torch.tensor([positions, slots]), self._drafter.device)
         self._drafter.ingest(rows, numbers[0], max(positions) + 1, numbers[1], self.pages.rows)
 
+    @torch.inference_mode()
     def draft(self, new: Sequence[NewRows], blocks: Sequence[Block]) -> list[BlockDraft]:
         """Take the rows in, then draft for every block."""
         num_rows = max(one.width for one in blocks) + 1

@@ -79,7 +79,7 @@ def pack_step(messages: Sequence[Message], generation: int, number: int, *, by_l
             spans = [[span.request_id, span.epoch, span.first_position, span.num_rows] for span in message.spans]
             packed = ["rows", spans, _NAMES[message.rows.dtype], list(message.rows.shape), by_lane]
         elif isinstance(message, Open):
-            packed = ["open", message.request_id, message.epoch, message.temperature, message.seed, message.matching]
+            packed = ["open", message.request_id, message.epoch, message.temperature, message.seed, message.matching, message.first_position]
         elif isinstance(message, Commit):
             packed = ["commit", message.request_id, message.epoch, message.base_len, message.anchor]
         else:

@@ -106,9 +106,10 @@ class DrafterRunner:
             return
         if known is not None:
             self._drop(known)
-        context = self.drafter.new_context() if self.rounds is None else PagedContext(self.rounds.pages)
+        first = message.first_position
+        context = self.drafter.new_context(first) if self.rounds is None else PagedContext(self.rounds.pages, first)
         self._requests[message.request_id] = _Drafted(
-            message.epoch, message.temperature, message.seed, message.matching, context
+            message.epoch, message.temperature, message.seed, message.matching, context, base_len=first
         )
 
     def _take_rows(self, message: Rows) -> None:

@@ -52,6 +52,10 @@ class InputBatch:
             numbers=numbers,
         )
 
+    def index(self, rows: Sequence[int]) -> torch.Tensor | None:
+        """Ascending rows of the batch as [len(rows)] int64 in host memory; None for all of them."""
+        return None if len(rows) == len(self.token_ids) else integers(rows)
+
 
 def build_input_batch(
     planned: Sequence[Planned], proposals: Mapping[str, Proposal], pool: PagePool, page_size: int

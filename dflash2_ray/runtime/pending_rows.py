@@ -1,11 +1,14 @@
-"""Context rows that no commit has named yet, and what a commit makes of them. Must not know models or transports.
+"""Context rows that no commit has named yet, and what a commit makes of them; rows without those of some requests. Must not know
+models or transports.
 
 Shapes: n rows, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
+
+from dflash2_ray.core.draft_port import Rows
 
 
 def take_committed(
@@ -24,3 +27,17 @@ def take_committed(
             pieces.append(rows[start - first : stop - first])
             reached = stop
     return pieces, reached
+
+
+@torch.inference_mode()
+def without_spans(message: Rows, dropped: Container[str]) -> Rows | None:
+    """The rows without those of `dropped` requests; None when nothing is left."""
+    spans, pieces, offset = [], [], 0
+    for span in message.spans:
+        if span.request_id not in dropped:
+            spans.append(span)
+            pieces.append(message.rows[offset : offset + span.num_rows])
+        offset += span.num_rows
+    if not spans:
+        return None
+    return Rows(tuple(spans), torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous())

@@ -31,7 +31,9 @@ from dflash2_ray.core.step_sums import StepSums
 from dflash2_ray.errors import InvalidRequest, UnitLost
 from dflash2_ray.runtime.cuda_graphs import GraphPool
 from dflash2_ray.runtime.input_batch import InputBatch, build_input_batch
+from dflash2_ray.runtime.kept_rows import KeptRows
 from dflash2_ray.runtime.operators import report_operators
+from dflash2_ray.runtime.pending_rows import without_spans
 from dflash2_ray.runtime.target_runner import TargetPass, TargetRunner
 
 failure_log = FailureLog(logging.getLogger(__name__))
@@ -62,7 +64,12 @@ class TargetLoop:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_queued_requests=config.max_queued_requests,
+            caches_prefixes=config.enable_prefix_caching,
+            drafter_window=config.drafter_window,
         )
+        self.kept_rows = None
+        if config.enable_prefix_caching and draft_port is not None:
+            self.kept_rows = KeptRows(config.num_kv_pages, config.page_size)
         self.control = self._build_control()
         self.spec_counters = SpecCounters.of_width(config.num_speculative_tokens)
         self.step_ledger = StepLedger()
@@ -83,17 +90,18 @@ class TargetLoop:
         self.check(spec)
         if self.scheduler.get(spec.request_id) is not None:
             raise InvalidRequest(f"request_id {spec.request_id!r} is in use", param="request_id")
-        self.scheduler.add(
-            Request.create(
-                spec,
-                seed=self._noise_key(spec),
-                matching=spec.params.seed is not None or self.config.seed is not None,
-                max_model_len=self.config.max_model_len,
-                eos_token_ids=self.eos_token_ids,
-                num_speculative_tokens=self.config.num_speculative_tokens if self.draft_port else 0,
-                phases=PhaseTimes(self._clock()) if spec.traced else None,
-            )
+        request = Request.create(
+            spec,
+            seed=self._noise_key(spec),
+            matching=spec.params.seed is not None or self.config.seed is not None,
+            max_model_len=self.config.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            num_speculative_tokens=self.config.num_speculative_tokens if self.draft_port else 0,
+            phases=PhaseTimes(self._clock()) if spec.traced else None,
         )
+        if request.draftable and len(request.token_ids) > self.config.drafter_max_model_len:
+            self._stop_drafting(request, "context_too_long")  # told now, so that it may start behind pages without context rows
+        self.scheduler.add(request)
         self.step_ledger.queued(spec.request_id, self._clock())
 
     def check(self, spec: RequestSpec) -> None:
@@ -230,8 +238,9 @@ class TargetLoop:
             for part in planned:
                 self.step_ledger.ended(part.request.request_id)
             return self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
+        context = self._take_context(planned, outcomes, batch, result)
         deltas = self.scheduler.commit(planned, outcomes, self._why_plain)
-        self._commit_context(planned, batch, result)
+        self._commit_context(planned, context)
         ended = self._clock()
         seconds = ended - started - draft_s
         sums = StepSums.of(planned, outcomes)
@@ -259,42 +268,78 @@ class TargetLoop:
             return "load"
         return "drafter_timeout" if self.draft_port is not None and self.draft_port.connected else "drafter_unavailable"
 
-    def _commit_context(self, planned: Sequence[Planned], batch: InputBatch, result: TargetPass) -> None:
-        """Send the context rows of every committed position to the drafter, and where each request stands now."""
+    def _take_context(
+        self, planned: Sequence[Planned], outcomes: Sequence[Outcome | None], batch: InputBatch, result: TargetPass
+    ) -> Rows | None:
+        """Context rows of every position that this step will commit for requests that may be drafted for; kept beside the pages too,
+        before anybody else may read those."""
         if self.draft_port is None:
-            return
-        opens: list[Open] = []
+            return None
         spans: list[RowSpan] = []
         rows: list[int] = []
+        for part, outcome, row_start in zip(planned, outcomes, batch.row_starts, strict=True):
+            request = part.request
+            if request.draftable and request.epoch == part.epoch and self.scheduler.get(request.request_id) is request:
+                num_rows = part.num_tokens + (outcome.num_accepted if outcome else 0)
+                spans.append(RowSpan(request.request_id, request.epoch, part.start, num_rows))
+                rows.extend(range(row_start, row_start + num_rows))
+        if not spans:
+            return None
+        try:
+            index = batch.index(rows)
+            context = self.runner.context_rows(result, index)
+        except Exception:  # as with drafts: the tokens of this step stand
+            failure_log.exception("context rows failed; %d requests go on as plain decoding", len(spans))
+            self._stop_drafting_all([part.request for part in planned])
+            return None
+        if self.kept_rows is not None:
+            slots = batch.attention.slots
+            self.kept_rows.write(slots if index is None else slots.index_select(0, index), context)
+            for span in spans:
+                self.scheduler.note_context_rows(span.request_id, span.first_position, span.num_rows)
+        return Rows(tuple(spans), context)
+
+    def _commit_context(self, planned: Sequence[Planned], context: Rows | None) -> None:
+        """Send the context rows of every committed position to the drafter, and where each request stands now."""
+        if self.draft_port is None or context is None:
+            return
+        opens: list[Open | Rows] = []
         commits: list[Commit] = []
-        for part, row_start in zip(planned, batch.row_starts, strict=True):
-            request, start = part.request, part.start
-            if not request.draftable or self.scheduler.get(request.request_id) is not request:
-                continue
-            if request.epoch != part.epoch:
-                continue
-            if request.num_computed > self.config.drafter_max_model_len:
+        gone: set[str] = set()
+        parts = {part.request.request_id: part.request for part in planned}
+        for span in context.spans:
+            request = parts[span.request_id]
+            begins = self._opened.get(request.request_id) != request.epoch
+            if not request.draftable or self.scheduler.get(request.request_id) is not request or request.epoch != span.epoch:
+                gone.add(span.request_id)
+            elif request.num_computed > self.config.drafter_max_model_len:
                 self._stop_drafting(request, "context_too_long")
-                continue
-            if self._opened.get(request.request_id) != request.epoch:
-                if start != 0:
-                    continue
-                opens.append(
-                    Open(request.request_id, request.epoch, request.params.temperature, request.seed, request.matching)
-                )
-                self._opened[request.request_id] = request.epoch
-            num_rows = request.num_computed - start
-            spans.append(RowSpan(request.request_id, request.epoch, start, num_rows))
-            rows.extend(range(row_start, row_start + num_rows))
-            anchor = request.token_ids[-1] if request.decodes else None
-            commits.append(Commit(request.request_id, request.epoch, request.num_computed, anchor))
-        if spans:
+                gone.add(span.request_id)
+            elif begins and span.first_position != request.num_reused_tokens:
+                gone.add(span.request_id)
+            else:
+                if begins:
+                    opens += self._open_messages(request)
+                    self._opened[request.request_id] = request.epoch
+                anchor = request.token_ids[-1] if request.decodes else None
+                commits.append(Commit(request.request_id, request.epoch, request.num_computed, anchor))
+        kept = without_spans(context, gone) if gone else context
+        if kept is not None:
             try:
-                context = Rows(tuple(spans), self.runner.context_rows(result, rows))
-                self.draft_port.send([*opens, context, *commits])
+                self.draft_port.send([*opens, kept, *commits])
             except Exception:  # as above: the tokens of this step stand
-                failure_log.exception("the drafter failed; %d requests go on as plain decoding", len(spans))
+                failure_log.exception("the drafter failed; %d requests go on as plain decoding", len(commits))
                 self._stop_drafting_all([part.request for part in planned])
+
+    def _open_messages(self, request: Request) -> list[Open | Rows]:
+        """A request begins, with the context rows of the cached pages that it starts behind, as far back as the drafter looks."""
+        reused, window = request.num_reused_tokens, self.config.drafter_window
+        first = 0 if window is None else max(0, reused - window)
+        opened = Open(request.request_id, request.epoch, request.params.temperature, request.seed, request.matching, first)
+        if reused == first or self.kept_rows is None:
+            return [opened]
+        rows = self.kept_rows.read(self.pool.table(request.request_id), first, reused)
+        return [opened, Rows((RowSpan(request.request_id, request.epoch, first, reused - first),), rows)]
 
     def _tell_departures(self) -> None:
         departed = self.scheduler.take_departed()
@@ -357,6 +402,11 @@ class TargetLoop:
             "num_requests_waiting": len(self.scheduler.waiting),
             "num_free_pages": self.pool.num_free,
             "num_pages": self.pool.num_pages,
+            "prefix_cache": {
+                "num_pages": len(self.pool.cache),
+                "num_queried_tokens": self.pool.cache.num_queried_tokens,
+                "num_hit_tokens": self.pool.cache.num_hit_tokens,
+            },
             "num_preemptions": self.scheduler.num_preemptions,
             "num_steps": self.num_steps,
             "num_dropped_proposals": self.num_dropped_proposals,
@@ -377,6 +427,8 @@ class TargetLoop:
         numbers |= {f"accepted_per_position/{index}": count for index, count in enumerate(counted.accepted_per_position)}
         numbers |= {name: getattr(counted, name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")}
         numbers["preemptions"] = self.scheduler.num_preemptions
+        numbers["prefix_cache_queries"] = self.pool.cache.num_queried_tokens
+        numbers["prefix_cache_hits"] = self.pool.cache.num_hit_tokens
         return numbers | self.draft_port.ledger.copy() if self.draft_port else numbers
 
     def tune(self, *, draft_deadline_ms: float | None) -> None:
@@ -384,7 +436,8 @@ class TargetLoop:
         self.config = replace(self.config, draft_deadline_ms=draft_deadline_ms)
 
     def forget_history(self) -> None:
-        """Set the counters of the loop back: what ran before was a warm-up."""
+        """Set the counters of the loop back and forget its prefixes: what ran before was a warm-up."""
+        self.pool.forget_prefixes()
         self.num_steps = self.num_dropped_proposals = self.scheduler.num_preemptions = 0
         self.spec_counters = SpecCounters.of_width(self.config.num_speculative_tokens)
         self.step_ledger = StepLedger()

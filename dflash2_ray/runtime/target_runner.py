@@ -12,7 +12,6 @@ import torch
 from dflash2_ray.core.draft_port import Proposal
 from dflash2_ray.core.scheduler import Outcome, Planned
 from dflash2_ray.errors import UnitLost
-from dflash2_ray.models.integers import integers
 from dflash2_ray.models.target import Target
 from dflash2_ray.models.upload import upload
 from dflash2_ray.runtime.input_batch import InputBatch
@@ -134,14 +133,12 @@ class TargetRunner:
                 start += len(tokens)
 
     @torch.inference_mode()
-    def context_rows(self, result: TargetPass, rows: Sequence[int]) -> torch.Tensor:
-        """Context rows [len(rows), H] before the drafter's norm, for the given rows of the batch."""
+    def context_rows(self, result: TargetPass, index: torch.Tensor | None) -> torch.Tensor:
+        """Context rows [n, H] before the drafter's norm, for the rows of the batch that `index` [n] names; None: all of them."""
         assert self.projection is not None, "context rows were asked for without a drafter"
         if result.context_rows is not None:
-            kept = upload(torch.tensor(rows), result.context_rows.device)
-            return result.context_rows.index_select(0, kept)  # rows of their own: the graph's are written again
+            kept = result.context_rows  # the graph writes them again
+            return kept.clone() if index is None else kept.index_select(0, upload(index, kept.device))
         assert result.features is not None, "the target was loaded without taps"
         features = result.features
-        if len(rows) != features.shape[0]:
-            features = features.index_select(0, upload(integers(rows), features.device))
-        return self.projection(features)
+        return self.projection(features if index is None else features.index_select(0, upload(index, features.device)))

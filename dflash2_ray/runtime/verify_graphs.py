@@ -54,6 +54,7 @@ class VerifyGraphs:
         self._cache = cache
         self._limits = limits
         self._inputs: dict[_Bucket, StaticInputs] = {}
+        self._results: Results = {}  # of all buckets in the same memory: logits of their own would add up to gigabytes
 
     def run(self, batch: InputBatch) -> Results | None:
         """`logits` [T, V] of every row and, with a drafter, `context_rows` [T, H]; they stand until the next run. None where the batch
@@ -97,12 +98,21 @@ class VerifyGraphs:
         num_positions = self._limits.num_positions
         hidden, features = self._target.forward_planned(inputs["token_ids"], inputs["positions"], plan, num_positions, self._cache)
         if self._projection is None:
-            return {"logits": self._target.logits(hidden)}
+            return self._leave({"logits": self._target.logits(hidden)})
         assert features is not None, "a target with a drafter has taps"
         projection = self._projection
         context_rows = self.graphs.backend.beside(lambda: projection(features))
         logits = self._target.logits(hidden)
-        return {"logits": logits, "context_rows": context_rows()}
+        return self._leave({"logits": logits, "context_rows": context_rows()})
+
+    def _leave(self, results: Results) -> Results:
+        """Copies of the results, where every bucket leaves them. Launches one by one come before any capture, and make room."""
+        for name, value in results.items():
+            if name not in self._results:
+                most = min(_MOST_ROWS, self._limits.num_requests * self._limits.num_rows_each)
+                self._results[name] = value.new_empty(most, *value.shape[1:])
+            self._results[name][: value.shape[0]].copy_(value)
+        return {name: self._results[name][: value.shape[0]] for name, value in results.items()}
 
 
 def _columns(bucket: _Bucket, page_size: int) -> dict[str, Column]:

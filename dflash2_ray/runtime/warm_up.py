@@ -99,6 +99,7 @@ def _measure_count(loop: TargetLoop, count: int, limit_s: float) -> None:
 
 def _start(loop: TargetLoop, count: int) -> list[str]:
     params = SamplingParams(temperature=0.0, max_tokens=_room(loop), ignore_eos=True, seed=0)
+    loop.pool.forget_prefixes()  # a prompt that is found again takes no time
     ids = [f"warm-up-{index}" for index in range(count)]
     for index, request_id in enumerate(ids):
         loop.add(RequestSpec(request_id, _prompt(loop, _prompt_len(loop), index), params))

@@ -12,7 +12,7 @@ from dflash2_ray.core.measures import COMMON_LABELS, MEASURES, SGLANG_MEASURES, 
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 CACHE_INFO = "vllm:cache_config_info"
-CACHE_LABELS = ("block_size", "cache_dtype", "gpu_memory_utilization", "num_gpu_blocks")
+CACHE_LABELS = ("block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks")
 
 
 def exposition(state: Mapping[str, Any], gauges: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -298,6 +298,7 @@ def meta_info(generation: Generation) -> dict[str, Any]:
         "finish_reason": {"type": generation.finish_reason},
         "prompt_tokens": generation.usage.prompt_tokens,
         "completion_tokens": tokens,
+        "cached_tokens": generation.usage.cached_tokens,
         "e2e_latency": generation.metrics["timing"]["end_to_end_s"],
         "spec_verify_ct": steps,
         "spec_accept_length": tokens / steps if steps else None,
@@ -317,7 +318,8 @@ def usage_of(generations: list[Generation], num_choices: int) -> dict[str, Any]:
     """The `usage` object over all choices; a prompt counts once, however many choices it has."""
     prompt = sum(generation.usage.prompt_tokens for generation in generations[::num_choices])
     completion = sum(generation.usage.completion_tokens for generation in generations)
-    return Usage(prompt, completion).as_dict()
+    cached = sum(generation.usage.cached_tokens for generation in generations[::num_choices])
+    return Usage(prompt, completion, cached).as_dict()
 
 
 def chunk_choice(

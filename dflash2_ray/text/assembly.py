@@ -36,6 +36,7 @@ class TextAssembler:
         self._stops = StopMatcher(self._params.stop, self._params.include_stop_str_in_output) if self._params.stop else None
         self._request_id = request_id
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached_tokens = 0
         self._started = started
         self._first_token: float | None = None
         self._token_ids: list[int] = []
@@ -48,6 +49,7 @@ class TextAssembler:
         """The chunk that `delta` brings. A stop token's own text is left out unless asked for; its id stays in `token_ids`."""
         if self._first_token is None and delta.token_ids:
             self._first_token = time.perf_counter()
+            self._num_cached_tokens = delta.num_cached_tokens
         text, count, stop = self._show(delta)
         if stop is not None:
             delta = replace(delta, token_ids=delta.token_ids[:count], finish_reason="stop", steps=cut_steps(delta.steps, len(delta.token_ids) - count))
@@ -57,7 +59,7 @@ class TextAssembler:
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         self._count(delta)
         self._text.append(text)
-        usage = Usage(self._num_prompt_tokens, len(self._token_ids))
+        usage = Usage(self._num_prompt_tokens, len(self._token_ids), self._num_cached_tokens)
         generation = self._generation(delta, usage, delta.stop_reason if stop is None else stop) if delta.finish_reason is not None else None
         return GenerationChunk(
             self._request_id, text, tuple(delta.token_ids), usage, delta.finish_reason, generation,

@@ -56,7 +56,8 @@ def test_stream_is_the_whole_answer_in_pieces(client):
     assert text == whole.choices[0].message.content
     assert len(chunks) > 5
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(exclude={"prompt_tokens_details"})
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == (whole.usage.prompt_tokens - 1) // 16 * 16 > 0
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
@@ -101,7 +102,10 @@ def test_streams_give_each_token_id_once_and_running_counts(idle, route):
     for piece in counted:
         seen += len(piece["choices"][0]["token_ids"])
         prompt = whole["usage"]["prompt_tokens"]
-        assert piece["usage"] == {"prompt_tokens": prompt, "completion_tokens": seen, "total_tokens": prompt + seen}
+        cached = {"cached_tokens": (prompt - 1) // 16 * 16}  # the second time
+        assert piece["usage"] == {
+            "prompt_tokens": prompt, "completion_tokens": seen, "total_tokens": prompt + seen, "prompt_tokens_details": cached,
+        }
     assert len(counted) > 2
 
 

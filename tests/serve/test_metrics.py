@@ -61,6 +61,18 @@ def test_one_answer_in_the_numbers(idle, grown):
     assert told["vllm:request_params_max_tokens_sum"] == 24
 
 
+def test_a_prompt_that_comes_again_is_found_again(idle, grown):
+    answers = []
+    told = grown(lambda: answers.extend(complete(idle, prompt=list(range(300, 340)), max_tokens=9) for _ in range(2)))
+    cold, warm = answers
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers] == [0, 32]
+    assert told["vllm:prefix_cache_queries_total"] == 80
+    assert told["vllm:prefix_cache_hits_total"] == 32
+    histograms = [one["metrics"]["speculative_decoding"]["acceptance_histogram"] for one in answers]
+    assert histograms[0] == histograms[1]
+
+
 def test_how_requests_end(idle, grown):
     text = complete(idle)["choices"][0]["text"]
 

@@ -88,13 +88,13 @@ class ScriptedDrafter:
         for message in messages:
             if isinstance(message, Open):
                 self.contexts[message.request_id] = SimpleNamespace(epoch=message.epoch, tokens=[], anchor=None)
+                assert message.first_position == 0
             elif isinstance(message, Rows):
                 offset = 0
                 for span in message.spans:
-                    pending[span.request_id, span.epoch] = (
-                        span.first_position,
-                        message.rows[offset : offset + span.num_rows].tolist(),
-                    )
+                    first, rows = pending.setdefault((span.request_id, span.epoch), (span.first_position, []))
+                    assert span.first_position == first + len(rows), "rows come in order"
+                    rows += message.rows[offset : offset + span.num_rows].tolist()
                     offset += span.num_rows
                 assert offset == message.rows.shape[0]
             elif isinstance(message, Commit):
@@ -161,11 +161,13 @@ def make_loop(drafter=None, *, eos=(), loop_class=TargetLoop, clock=time.perf_co
         "cuda_graphs": False,
         "page_size": 4,
         "num_kv_pages": 64,
+        "enable_prefix_caching": True,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_queued_requests": 64,
         "seed": 0,
         "drafter_max_model_len": 64,
+        "drafter_window": None,
         "kv_bytes": 0,
     }
     values.update(settings)

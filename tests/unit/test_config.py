@@ -19,7 +19,7 @@ CPU = MachineFacts(num_gpus=0, gpu_memory_bytes=0, memory_bytes=16 * GIB)
 GPU = MachineFacts(num_gpus=1, gpu_memory_bytes=80 * GIB, memory_bytes=16 * GIB)
 TARGET = TargetFacts("t", "Qwen3ForCausalLM", 6, 256, 4, 2, 64, 2048, 2048, "bfloat16", 10 * MIB)
 DRAFTER = DrafterFacts("d", "DFlash2", 2, 256, 2, 64, 8, 1024, 3 * MIB)
-PER_TOKEN = 6 * 2 * 2 * 64 + 2 * 2 * 2 * 64  # numbers per token, target and drafter
+PER_TOKEN = 6 * 2 * 2 * 64 + 2 * 2 * 2 * 64 + 256  # numbers per token: target, drafter, the context row kept for other requests
 
 
 def config(**keys):
@@ -185,6 +185,8 @@ def test_defaults():
         "max_queued_requests": 256,
         "seed": None,
         "drafter_max_model_len": 1024,
+        "enable_prefix_caching": True,
+        "drafter_window": None,
         "kv_bytes": 16 * 129 * 16 * PER_TOKEN * 4,
     }
 
@@ -207,6 +209,16 @@ def test_what_is_said_is_kept():
     got = resolve(config(**said), GPU, TARGET, DRAFTER).as_dict()
     assert {key: got[key] for key in said} == said
     assert set(got) == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_what_the_prefix_cache_takes():
+    without = resolved(enable_prefix_caching=False, num_kv_pages=200)
+    assert not without.enable_prefix_caching
+    assert without.kv_bytes == 200 * 16 * (PER_TOKEN - 256) * 4
+    apart = {"drafter_placement": "separate", "num_kv_pages": 200}  # the drafter's own context lies elsewhere, what it must be told does not
+    assert resolved(**apart).kv_bytes - resolved(**apart, enable_prefix_caching=False).kv_bytes == 200 * 16 * 256 * 4
+    assert resolved(num_speculative_tokens=0, num_kv_pages=200).kv_bytes == without.kv_bytes
+    assert resolved(drafter=replace(DRAFTER, context_window=63)).drafter_window == 63
 
 
 def test_without_a_drafter():

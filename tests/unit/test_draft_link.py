@@ -347,7 +347,7 @@ def test_replay_is_bounded_and_yields_to_a_drafter_that_takes_nothing(peer):
     port.connect(peer.address, PATIENCE_S)
     port.ask([want(base_len=25)])
     assert peer.next("step")["messages"] == [
-        ["open", "a", 0, 0.0, 0, False], ["rows", [["a", 0, 0, 10]], "float32", [10, H], False], ["commit", "a", 0, 10, None],
+        ["open", "a", 0, 0.0, 0, False, 0], ["rows", [["a", 0, 0, 10]], "float32", [10, H], False], ["commit", "a", 0, 10, None],
     ]  # fmt: skip
     port.send([Rows((RowSpan("a", 0, 25, 2), RowSpan("b", 0, 0, 1)), torch.zeros(3, H)), Commit("a", 0, 27, 9)])
     assert peer.next("step")["messages"] == [["rows", [["b", 0, 0, 1]], "float32", [1, H], False]]
@@ -358,6 +358,26 @@ def test_replay_is_bounded_and_yields_to_a_drafter_that_takes_nothing(peer):
     assert port.num_replaying == 0
     assert peer.next("ask")["wanted"] == [["a", 0, 27, 3]]
     assert own(port, "missing") == 1
+    port.close()
+
+
+def test_a_request_that_begins_behind_many_cached_rows_is_told_bit_by_bit(peer):
+    """One frame of them would hold up everybody's drafts; its neighbours' messages go out at once."""
+    port = RemoteDraftPort(replay_bytes=10 * H * 4, whole_bytes=15 * H * 4)
+    port.connect(peer.address, PATIENCE_S)
+    port.send([Open("short", 0, 0.0, 0), rows("short", 0, 15), Commit("short", 0, 15, 7)])
+    assert [message[0] for message in peer.next("step")["messages"]] == ["open", "rows", "commit"]
+    step = Rows((RowSpan("a", 0, 16, 1), RowSpan("short", 0, 15, 2)), torch.cat([rows("a", 16, 1).rows, torch.zeros(2, H)]))
+    port.send([Open("a", 0, 0.0, 0), rows("a", 0, 16), step, Commit("a", 0, 17, 7), Commit("short", 0, 17, 9)])
+    assert peer.next("step")["messages"] == [["rows", [["short", 0, 15, 2]], "float32", [2, H], False], ["commit", "short", 0, 17, 9]]
+    assert peer.next("step")["messages"] == [
+        ["open", "a", 0, 0.0, 0, False, 0], ["rows", [["a", 0, 0, 10]], "float32", [10, H], False], ["commit", "a", 0, 10, None],
+    ]  # fmt: skip
+    assert port.num_replaying == 1
+    port.ask([want(base_len=17)])  # what is left goes out with it, and it is asked for at once
+    assert peer.next("step")["messages"] == [["rows", [["a", 0, 10, 7]], "float32", [7, H], False], ["commit", "a", 0, 17, 7]]
+    assert peer.next("ask")["wanted"] == [["a", 0, 17, 3]]
+    assert own(port, "missing") == 0
     port.close()
 
 
@@ -380,13 +400,15 @@ def test_the_log_holds_what_a_drafter_would_know(seed):
     """Random steps, doubled, shuffled and with void rows: length, anchor and rows are those of the committed text."""
     rng = random.Random(seed)
     log, lengths, epochs, anchors = ContextLog(), dict.fromkeys("abc", 0), dict.fromkeys("abc", 0), dict.fromkeys("abc")
+    begins = dict.fromkeys("abc", 0)
     log.apply([Open(name, 0, 0.0, 0) for name in "abc"])
     for _ in range(200):
         name = rng.choice("abc")
         if rng.random() < 0.03:
             epochs[name] += 1
-            lengths[name], anchors[name] = 0, None
-            log.apply([Open(name, epochs[name], 0.0, 0)])
+            begins[name] = lengths[name] = rng.choice([0, 7])
+            anchors[name] = None
+            log.apply([Open(name, epochs[name], 0.0, 0, first_position=begins[name])])
         epoch, first, count = epochs[name], lengths[name], rng.randint(1, 9)
         parts = [rows(name, first, 1, epoch), rows(name, first, count, epoch), rows(name, first + count, 2, epoch), rows(name, 0, 3, epoch + 1)]
         rng.shuffle(parts)
@@ -396,9 +418,9 @@ def test_the_log_holds_what_a_drafter_would_know(seed):
     for name in "abc":
         known = log.get(name)
         assert (known.opened.epoch, known.base_len, known.anchor, known.broken) == (epochs[name], lengths[name], anchors[name], False)
-        if lengths[name]:
-            expected = rows(name, 0, lengths[name], epochs[name]).rows
-            assert torch.equal(known.rows(0, lengths[name]), expected)
+        if lengths[name] > begins[name]:
+            expected = rows(name, begins[name], lengths[name] - begins[name], epochs[name]).rows
+            assert torch.equal(known.rows(begins[name], lengths[name]), expected)
     log.apply([rows("a", lengths["a"] + 1, 3, epochs["a"]), Commit("a", epochs["a"], lengths["a"] + 4, 1)])
     assert log.get("a").broken
     log.apply([Close("a", epochs["a"]), Close("b", epochs["b"] - 1)])

@@ -37,12 +37,13 @@ CONFIG = {
 class ServedPort(RemoteDraftPort):
     """A port with its drafter server in a thread of this process; both go with `close`."""
 
-    def __init__(self, server, **options):
+    def __init__(self, server, *, connects=True, **options):
         super().__init__(deadline=DraftDeadline(60.0), **options)  # what is left out is left out for a reason, never for lateness
         self.server = server
         self.thread = threading.Thread(target=server.serve, daemon=True)
         self.thread.start()
-        self.connect(server.address)
+        if connects:
+            self.connect(server.address)
 
     def close(self):
         super().close()
@@ -78,8 +79,17 @@ def _one_thread():
 
 @pytest.fixture(scope="module", params=["full", "mixed"])
 def drafter(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafter")
     kinds = ["full_attention", "full_attention" if request.param == "full" else "sliding_attention"]
+    return build_drafter(tmp_path_factory.mktemp("drafter"), kinds)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A drafter that looks no further back than its window."""
+    return build_drafter(tmp_path_factory.mktemp("drafter"), ["sliding_attention"] * 2)
+
+
+def build_drafter(folder, kinds):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"layer_types": kinds, "is_causal": False}))
     config = read_drafter_config(folder)
     generator = torch.Generator().manual_seed(4)
@@ -401,6 +411,41 @@ def test_b24_a_higher_epoch_keeps_nothing(port, drafter):
 
 
 # ---- limits and noise -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_windowed_drafter_needs_its_last_window_only(transport, windowed):
+    """A request that starts behind cached pages: rows from `first_position` on, and every proposal is that of a drafter that saw all."""
+    assert windowed.config.context_window == 5
+    port = TRANSPORTS[transport](windowed, 4)
+    try:
+        for name, first in (("a", 40), ("b", 0)):
+            port.send([Open(name, 0, 0.0, 0, first_position=first), rows((name, 0, first, 45 - first)), *step(name, 45, 3)])
+            length = 48
+            assert proposed(port, name, length) == fresh(windowed, name, length)
+            for count in (1, 4, 2, 9):
+                port.send(step(name, length, count))
+                length += count
+                assert proposed(port, name, length) == fresh(windowed, name, length)
+        port.send([Open("c", 0, 0.0, 0, first_position=40), *step("c", 41, 3)])  # a hole is never drafted from
+        assert proposed(port, "c", 44) is None
+    finally:
+        port.close()
+
+
+def test_a_drafter_that_comes_later_is_told_of_the_last_window_only(windowed):
+    port = ServedPort(DrafterServer(DrafterRunner(windowed, max_num_requests=4), "secret"), connects=False, replay_bytes=4 * H * 4)
+    try:
+        port.send([Open("a", 0, 0.0, 0, first_position=40), rows(("a", 0, 40, 5)), *step("a", 45, 13)])
+        port.send([Open("b", 0, 0.0, 0, first_position=40)])
+        port.connect(port.server.address)
+        while port.num_replaying:
+            port.ask([])
+        assert proposed(port, "a", 58) == fresh(windowed, "a", 58)
+        port.send([rows(("b", 0, 40, 5)), *step("b", 45, 3)])
+        assert proposed(port, "b", 48) == fresh(windowed, "b", 48)
+    finally:
+        port.close()
 
 
 def test_too_many_requests(port, drafter):

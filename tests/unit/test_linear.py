@@ -58,7 +58,8 @@ def test_equals_the_plain_product(shape, dtype, bias):
         assert torch.equal(x, before), "the input is the caller's"
         assert got.dtype == torch.float32
         assert got.shape == (rows, shape[0])
-        rounded = dtype == torch.bfloat16 and packed.backend == "onednn"  # input and output rounded to bf16
+        # input rounded to bf16, and oneDNN's output
+        rounded = dtype == torch.bfloat16 and packed.backend in ("onednn", "avx512_bf16")
         tolerance = 2e-2 if rounded else 1e-5
         assert torch.allclose(got.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -66,12 +67,13 @@ def test_equals_the_plain_product(shape, dtype, bias):
 def test_backends_are_what_the_machine_can_do():
     names = {dtype: PackedLinear(make((64, 64), dtype)[0]).backend for dtype in DTYPES}
     assert names[torch.float32] in ("onednn", "plain")
-    assert names[torch.bfloat16] in (("onednn", "plain") if has_native_bf16() else ("fp16", "onednn", "plain"))
+    assert names[torch.bfloat16] in (("avx512_bf16", "onednn", "plain") if has_native_bf16() else ("fp16", "onednn", "plain"))
 
 
 def test_without_onednn_the_plain_product_serves(monkeypatch):
     monkeypatch.setattr(linear, "_onednn_operator", lambda weight, tolerance: None)
     monkeypatch.setattr(linear, "has_native_bf16", lambda: True)
+    monkeypatch.setattr(linear.bf16_linear, "available", lambda: False)
     for dtype in DTYPES:
         weight, bias = make((40, 24), dtype, bias=True)
         packed = PackedLinear(weight, bias)
@@ -84,6 +86,7 @@ def test_without_onednn_the_plain_product_serves(monkeypatch):
 @needs_fp16
 def test_without_native_bf16_the_fp16_product_serves(monkeypatch):
     monkeypatch.setattr(linear, "has_native_bf16", lambda: False)
+    monkeypatch.setattr(linear.bf16_linear, "available", lambda: False)
     weight, bias = make((40, 24), torch.bfloat16, bias=True)
     packed = PackedLinear(weight, bias)
     assert packed.backend == "fp16"
@@ -126,6 +129,13 @@ def check_rows(product, in_features):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_equal_bit_for_bit_in_any_batch(shape, dtype):
     weight, bias = make(shape, dtype, bias=True)
+    check_rows(PackedLinear(weight, bias), shape[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_rows_are_equal_with_onednn_alone(shape, monkeypatch):
+    monkeypatch.setattr(linear.bf16_linear, "available", lambda: False)
+    weight, bias = make(shape, torch.bfloat16, bias=True)
     check_rows(PackedLinear(weight, bias), shape[1])
 
 

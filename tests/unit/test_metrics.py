@@ -13,7 +13,9 @@ GAUGES = {
     "0": {
         "running": 2, "waiting": 5, "waiting_by_reason/capacity": 5, "kv_usage": 0.25, "rank_up/target/0": 1, "rank_up/target/1": 1,
         "rank_up/drafter/0": 0, "spec_active": 0, "num_steps": 7,
-        "cache": {"block_size": 16, "num_gpu_blocks": 10, "cache_dtype": "auto", "gpu_memory_utilization": 0.9},
+        "cache": {
+            "block_size": 16, "num_gpu_blocks": 10, "cache_dtype": "auto", "gpu_memory_utilization": 0.9, "enable_prefix_caching": True,
+        },
     }
 }  # fmt: skip
 VLLM = {
@@ -25,6 +27,8 @@ VLLM = {
     "vllm:num_requests_waiting": ("gauge", set()),
     "vllm:num_requests_waiting_by_reason": ("gauge", {"reason"}),
     "vllm:kv_cache_usage_perc": ("gauge", set()),
+    "vllm:prefix_cache_queries": ("counter", set()),
+    "vllm:prefix_cache_hits": ("counter", set()),
     "vllm:num_preemptions": ("counter", set()),
     "vllm:prompt_tokens": ("counter", set()),
     "vllm:generation_tokens": ("counter", set()),
@@ -82,7 +86,10 @@ def families(text):
 def test_names_types_and_labels():
     found = families(exposition(state(), GAUGES))
     cache = found.pop("vllm:cache_config_info")
-    assert cache.samples[0].labels == {"engine": "0", "block_size": "16", "num_gpu_blocks": "10", "cache_dtype": "auto", "gpu_memory_utilization": "0.9"}
+    assert cache.samples[0].labels == {
+        "engine": "0", "block_size": "16", "num_gpu_blocks": "10", "cache_dtype": "auto", "gpu_memory_utilization": "0.9",
+        "enable_prefix_caching": "True",
+    }
     assert {name: one.type for name, one in found.items()} == {name: kind for name, (kind, _) in (VLLM | OURS).items()}
     for name, (_, labels) in (VLLM | OURS).items():
         assert found[name].samples, name

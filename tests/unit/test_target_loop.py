@@ -187,7 +187,7 @@ def test_b28_a_late_result_of_an_aborted_request_is_dropped(scripted):
     next_plan = loop.scheduler.plan()  # y takes x's place before x's result is applied
     assert next_plan[0].request.request_id == "y"
     assert loop.scheduler.commit(planned, outcomes) == []
-    loop._commit_context(planned, batch, result)
+    loop._commit_context(planned, loop._take_context(planned, outcomes, batch, result))
     for part in next_plan:
         loop.scheduler._preempt(part.request)
     assert scripted.run(loop)["y"][0] == scripted.continuation([7, 7, 7], 10)
