@@ -7,8 +7,8 @@ target's pass; the drafter's pass up to its candidates' scores, and its keys and
 three of seven drafts stand. Everything around them is real and counted: argmax and walk on a few columns, reading their results, the page
 tables that the attention kernels want, packing the deltas for the front. Context rows and the drafter's keys and values are one number
 wide, so that a copy of them counts as the call that it is, not as memory traffic.
-Prints one line of JSON, medians in ms of this thread's CPU time per step: the whole, what of it the colocated drafter's side takes, and the parts, each without what
-it calls of another (`rest`: what no part covers).
+Prints one line of JSON, medians in ms of this thread's CPU time per step: the whole, what of it the colocated drafter's side takes, and the
+parts, each without what it calls of another (`rest`: what no part covers).
 """
 
 import argparse
@@ -124,7 +124,7 @@ def main() -> None:
     stub_devices(loop)
     params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
     for index in range(asked.requests):
-        loop.add(RequestSpec(f"request-{index}", tuple(range(3, 67)), params))
+        loop.add(RequestSpec(f"request-{index}", tuple(range(3 + index, 67 + index)), params))
     while any(not request.decodes for request in loop.scheduler.running) or loop.scheduler.waiting:
         loop.step()
     parts = watch_parts(loop)
