@@ -5,9 +5,11 @@ stopped drafter holds the step in `draft`, a stopped rank 1 holds rank 0 in a co
 """
 
 import asyncio
+import importlib.util
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ PROMPTS = [
 ]
 SAMPLING = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}]
 NUM_TOKENS = 40
+LOSS_TIMES = Path(__file__).parents[2] / "deploy/loss_times.py"
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +212,19 @@ def test_a_hung_drafter_is_replaced(unit, expected):
             break
     after = unit.wait_for(whole)
     assert pids(after)["drafter"] != pids(before)["drafter"]
+
+
+def test_loss_times_are_measured(unit):
+    """deploy/loss_times.py on this unit."""
+    spec = importlib.util.spec_from_file_location("loss_times", LOSS_TIMES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    undisturbed_s, losses = asyncio.run(module.measure(unit.client, ("target rank 1", "no such worker"), NUM_TOKENS))
+    assert len(undisturbed_s) == module.NUM_STREAMS
+    (loss,) = losses
+    assert loss.num_right == module.NUM_STREAMS
+    assert 0 < loss.took_s < loss.whole_s
+    assert min(loss.gaps_s) > 0
 
 
 def test_a_hung_rank_is_replaced(unit, expected):
