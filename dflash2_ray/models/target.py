@@ -343,7 +343,7 @@ class Target:
 
     def _plan(self, batch: AttentionBatch) -> AttentionPlan:
         windows = {options.window for options in self._options.values()} or {None}
-        return plan_attention(batch, windows, self.num_heads // self.num_kv_heads, self.facts.head_dim)
+        return plan_attention(batch, windows, self.num_heads // self.num_kv_heads)
 
     def _context(self, batch: AttentionBatch, cache: KVCache) -> PagedContext:
         return PagedContext(self._plan(batch), cache, {})
@@ -371,14 +371,14 @@ class _Probe:
         groups = self._target.num_heads // self._target.num_kv_heads
         layer_type = getattr(self._layer.self_attn, "sliding_window", None) if hasattr(self._layer, "self_attn") else None
         windows = {None, layer_type, getattr(self._target._model.config, "sliding_window", None)}
-        context = PagedContext(plan_attention(self._batch, windows, groups, self._target.facts.head_dim), self._cache(), {})
+        context = PagedContext(plan_attention(self._batch, windows, groups), self._cache(), {})
         out = _call_untouched(self._layer, self._x, self._rows, self._tables, context)
         self.options = context.options[self._index]
         return out
 
     def fused(self, layer: FusedLayer) -> torch.Tensor:
         groups = self._target.num_heads // self._target.num_kv_heads
-        plan = plan_attention(self._batch, {self.options.window}, groups, self._target.facts.head_dim)
+        plan = plan_attention(self._batch, {self.options.window}, groups)
         cache = self._cache()
         return layer(self._x, Rotary.from_tables(*self._tables), plan, cache.layers[self._index])
 

@@ -40,7 +40,7 @@ def test_a_step_of_the_target(device, dtype, window, monkeypatch):
     qkv = torch.randn(num_rows + 2, HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator).to(dtype)
 
     def step(own_batch, own_cache, own_qkv):
-        plan = plan_attention(own_batch, {window}, HEADS // KV_HEADS, HEAD_DIM)
+        plan = plan_attention(own_batch, {window}, HEADS // KV_HEADS)
         store(plan, own_cache, own_qkv[:num_rows, HEADS:].unflatten(1, (2, KV_HEADS)))
         return plan, attend(plan, own_qkv[:, :HEADS], own_cache, 0.25, window)
 
@@ -49,7 +49,6 @@ def test_a_step_of_the_target(device, dtype, window, monkeypatch):
     plan, got = step(on_device, stored, qkv.to(device))
     assert plan.paged is not None
     monkeypatch.setattr(attention, "kernels_run", lambda device: False)
-    monkeypatch.setattr(attention, "runs_by_row", lambda device, head_dim: False)
     plan, expected = step(batch, cache, qkv)
     assert plan.paged is None
     assert torch.equal(stored.cpu(), cache)
