@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         logger.info("C for this CPU cannot be compiled (%s): bf16 weights are multiplied by torch", error)
         return None
 
