@@ -139,7 +139,7 @@ def test_chunks_and_the_final_generation():
     ids = TOKENIZER.encode("Once upon a time")
     stats = SpeculationStats(3).as_dict()
     one = assembler()
-    first = one.push(RequestDelta("r", tuple(ids[:2]), num_speculative_tokens=3))
+    first = one.push(RequestDelta("r", tuple(ids[:2]), num_speculative_tokens=3, num_cached_tokens=3))
     assert (first.text, first.token_ids, first.finish_reason) == (TOKENIZER.decode(ids[:2]), tuple(ids[:2]), None)
     assert first.generation is None
     last = one.push(RequestDelta("r", tuple(ids[2:]), "length", num_speculative_tokens=3))
@@ -149,7 +149,7 @@ def test_chunks_and_the_final_generation():
     assert generation.token_ids == ids
     assert generation.request_id == last.request_id == "r"
     assert generation.usage.as_dict() == {
-        "prompt_tokens": 5, "completion_tokens": len(ids), "total_tokens": 5 + len(ids),
+        "prompt_tokens": 5, "completion_tokens": len(ids), "total_tokens": 5 + len(ids), "prompt_tokens_details": {"cached_tokens": 3},
     }
     assert generation.metrics["speculative_decoding"] == stats
     timing = generation.metrics["timing"]
