@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash2_ray.core.books import Books
 from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.measures import MEASURES, Measure
-from dflash2_ray.serving.metrics import exposition
+from dflash2_ray.serving.metrics import CACHE_LABELS, exposition
 
 COPIES = frozenset({"instance", "pod", "container"})  # of a target: which pod told it, one of several that tell the same
 TARGET_LABELS = COPIES | {"job", "namespace", "endpoint"}  # the operator's, for a PodMonitor
@@ -31,7 +31,7 @@ class Sample:
 @cache
 def exported() -> dict[str, Sample]:
     """By sample name, of a unit in which everything has happened once."""
-    ledger, gauges = Ledger(), {"cache": dict.fromkeys(("block_size", "cache_dtype", "gpu_memory_utilization", "num_gpu_blocks"), 1)}
+    ledger, gauges = Ledger(), {"cache": dict.fromkeys(CACHE_LABELS, 1)}
     for measure in MEASURES:
         if measure.kind == "histogram":
             ledger.observe(measure.key, measure.bounds[0])
