@@ -159,6 +159,23 @@ def test_pages_of_contexts_are_given_back_and_missing_ones_cost_the_draft_only(b
     assert runner.counters["no_room"] > 1
 
 
+def test_a_request_behind_cached_pages_is_drafted_for_as_without(backends, start):
+    def answers(loop):
+        """Of one prompt asked twice, one after the other, with what was accepted."""
+        texts = []
+        for index in range(2):
+            loop.add(RequestSpec(f"r{index}", tuple(range(40, 90)), SamplingParams.from_keywords(max_tokens=24, ignore_eos=True, temperature=0.0)))
+            texts.append([token for _ in iter(lambda: loop.has_work, False) for delta in loop.step() for token in delta.token_ids])
+        return texts, loop.spec_counters
+
+    expected = answers(start(cuda_graphs="off", enable_prefix_caching=False))
+    loop = start()
+    assert answers(loop) == expected
+    assert expected[1].num_accepted_tokens > 0
+    assert loop.pool.cache.num_hit_tokens == 48
+    assert all(pool.backend.num_replays > 4 for pool in (loop.runner.verify_graphs.graphs, loop.draft_port.graphs))
+
+
 def test_a_refused_capture_leaves_single_launches_and_says_why(backends, start, caplog):
     expected = run(start(cuda_graphs="off"), 2)
     loop = start()
