@@ -6,9 +6,11 @@ Shapes: L layers, K KV heads, D head size.
 
 import torch
 
+from dflash2_ray.models.page_slots import slots_of
+
 
 class ContextPages:
-    """rows [num_pages * page_size, L, 2, K, D]: position p of a context lies in slot page_ids[p // page_size] * page_size + p % page_size."""
+    """rows [num_pages * page_size, L, 2, K, D]: positions of a context lie as `page_slots` says."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
@@ -39,8 +41,7 @@ class PagedContext:
 
     def slots(self, start: int, stop: int) -> list[int]:
         """Where positions start … stop - 1 lie."""
-        size = self._pages.page_size
-        return [self.page_ids[position // size] * size + position % size for position in range(start, stop)]
+        return slots_of(self.page_ids, self._pages.page_size, start, stop)
 
     def release(self) -> None:
         """Give every page back."""

@@ -46,8 +46,7 @@ class _Buffer:
         if self.window is not None and count >= self.window:  # only the tail can ever be seen
             self.first = stop - self.window + 1
             rows, start = rows[self.first - start :], self.first
-        if stop - self.first > self.capacity:
-            self.reserve(start, stop)
+        self.reserve(start, stop)
         return self.rows[start - self.first : stop - self.first], rows
 
 

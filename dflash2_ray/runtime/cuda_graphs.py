@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 Results = dict[str, torch.Tensor]
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
+MOST_ROWS = 512  # of a pass: a larger one keeps the device busy for longer than its launches take
 _STEPS = (1, 2, 4, 8)
 _LEAST_REACH = 1024  # positions
 

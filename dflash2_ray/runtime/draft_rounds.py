@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash2_kernels.noise import wrapped
 from dflash2_kernels.selector_walk import DRAW, PADDING
 from dflash2_ray.models.context_pages import ContextPages, PagedContext
 from dflash2_ray.models.dflash2 import GREEDY_BELOW, Drafter, PagedBlocks
-from dflash2_ray.models.paged_plan import Launch
 from dflash2_ray.models.upload import upload
-from dflash2_ray.runtime.cuda_graphs import GraphBackend, GraphPool, Results, next_bucket, next_reach
+from dflash2_ray.runtime.cuda_graphs import MOST_ROWS, GraphBackend, GraphPool, Results, next_bucket, next_reach
+from dflash2_ray.runtime.pass_columns import launch_of, pass_columns
 from dflash2_ray.runtime.static_inputs import Column, StaticInputs
 
-_MOST_ROWS = 512  # block rows; see `verify_graphs`
 MOST_NEW_ROWS = 512  # context rows that may wait for a round
 
 
@@ -135,18 +135,15 @@ class DraftRounds:
             return None
         num_requests = next_bucket(count, self._max_num_requests)
         num_rows = num_requests * (rows_each := next_bucket(num_block_rows, self._num_block_rows))
-        if num_rows > _MOST_ROWS or num_positions > self._num_positions or num_block_rows > rows_each:
+        if num_rows > MOST_ROWS or num_positions > self._num_positions or num_block_rows > rows_each:
             return None
         return _Size(num_requests, rows_each, num_rows, next_reach(num_positions, self._num_positions))
 
     def _make_inputs(self, size: _Size) -> tuple[StaticInputs, torch.Tensor]:
         drafter = self._drafter
-        requests, block, new = (size.num_requests,), (size.num_requests * size.num_block_rows,), (size.num_new_rows,)
-        columns = {
+        requests, new = (size.num_requests,), (size.num_new_rows,)
+        columns = pass_columns(size.num_requests, size.num_requests * size.num_block_rows, size.reach, self.pages.page_size) | {
             "new_positions": Column(new), "new_slots": Column(new, padding=-1),
-            "token_ids": Column(block), "positions": Column(block), "slots": Column(block, padding=-1),
-            "row_starts": Column(requests, "int32"), "num_rows": Column(requests, "int32"), "kv_lens": Column(requests, "int32"),
-            "page_table": Column((size.num_requests, -(-size.reach // self.pages.page_size)), "int32"),
             "anchors": Column(requests), "seeds": Column(requests), "bases": Column(requests),
             "temperatures": Column(requests, "float32", padding=1), "rules": Column(requests, "int32", padding=PADDING),
         }  # fmt: skip
@@ -172,7 +169,7 @@ class DraftRounds:
             "kv_lens": [one.stop for one in blocks],
             "page_table": [one.context.page_ids[: -(-one.stop // page_size)] for one in blocks],
             "anchors": [one.anchor for one in blocks], "bases": [one.base for one in blocks], "rules": [one.rule for one in blocks],
-            "seeds": [(one.seed + (1 << 63)) % (1 << 64) - (1 << 63) for one in blocks],  # the bits of an unsigned seed
+            "seeds": [wrapped(one.seed) for one in blocks],
             "temperatures": [max(one.temperature, GREEDY_BELOW) for one in blocks],
         })  # fmt: skip
 
@@ -181,11 +178,7 @@ class DraftRounds:
         num_positions = max(self._num_positions, size.reach)  # one table of rotations for every round: its address must not change
         if size.num_new_rows:
             drafter.ingest(rows, inputs["new_positions"], num_positions, inputs["new_slots"], self.pages.rows)
-        launch = Launch(
-            inputs["row_starts"], inputs["num_rows"], inputs["kv_lens"], inputs["page_table"],
-            max_num_rows=size.num_block_rows, max_kv_len=size.reach,
-        )  # fmt: skip
-        blocks = PagedBlocks(self.pages, inputs["slots"], launch)
+        blocks = PagedBlocks(self.pages, inputs["slots"], launch_of(inputs, size.num_block_rows, size.reach))
         ids = inputs["token_ids"].view(size.num_requests, size.num_block_rows)
         hidden = drafter.run_block(ids, inputs["positions"], num_positions, blocks)
         token_ids, candidate_ids, probs = drafter.walk(

@@ -13,6 +13,7 @@ from dflash2_ray.core.page_pool import PagePool
 from dflash2_ray.core.scheduler import Planned
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.integers import integers
+from dflash2_ray.models.page_slots import add_slots
 from dflash2_ray.models.upload import upload
 
 
@@ -80,7 +81,7 @@ def build_input_batch(
         stop = start + row_stop - row_start
         pages = pool.table(request.request_id)
         positions += range(start, stop)
-        _add_slots(slots, pages, page_size, start, stop)
+        add_slots(slots, pages, page_size, start, stop)
         spans.append(Span(row_start, row_stop - row_start, stop, pages))
         if part.samples:
             logit_rows += range(row_start + part.num_tokens - 1, row_stop)
@@ -111,18 +112,6 @@ def lay_out(
         num_sampling_rows=num_sampling_rows,
         numbers=numbers,
     )
-
-
-def _add_slots(slots: list[int], pages: Sequence[int], page_size: int, start: int, stop: int) -> None:
-    """Append the cache rows of positions start … stop - 1, page by page."""
-    while start < stop:
-        index, offset = divmod(start, page_size)
-        first = pages[index] * page_size + offset
-        count = page_size - offset
-        if count > stop - start:
-            count = stop - start
-        slots += range(first, first + count)
-        start += count
 
 
 def _together(columns: Sequence[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from dflash2_ray.models.integers import integers
+from dflash2_ray.models.page_slots import slots_of
 from dflash2_ray.models.upload import upload
 
 
@@ -33,6 +34,5 @@ class KeptRows:
     def read(self, pages: Sequence[int], first: int, stop: int) -> torch.Tensor:
         """A copy [stop - first, H] of the rows of positions first … stop - 1 of the request whose page table begins with `pages`."""
         assert self._rows is not None, "pages have rows once some were written"
-        size = self.page_size
-        slots = [pages[position // size] * size + position % size for position in range(first, stop)]
+        slots = slots_of(pages, self.page_size, first, stop)
         return self._rows.index_select(0, upload(integers(slots), self._rows.device))

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from dflash2_ray.models.attention import AttentionPlan, KVCache
-from dflash2_ray.models.paged_plan import Launch, PagedPlan
+from dflash2_ray.models.paged_plan import PagedPlan
 from dflash2_ray.models.target import Target
-from dflash2_ray.runtime.cuda_graphs import GraphBackend, GraphPool, Results, next_bucket, next_reach
+from dflash2_ray.runtime.cuda_graphs import MOST_ROWS, GraphBackend, GraphPool, Results, next_bucket, next_reach
 from dflash2_ray.runtime.input_batch import InputBatch
-from dflash2_ray.runtime.static_inputs import Column, StaticInputs
-
-_MOST_ROWS = 512  # a larger pass keeps the device busy for longer than its launches take
+from dflash2_ray.runtime.pass_columns import launch_of, pass_columns
+from dflash2_ray.runtime.static_inputs import StaticInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,9 @@ class VerifyGraphs:
             return None
         inputs = self._inputs.get(bucket)
         if inputs is None:
-            inputs = self._inputs[bucket] = StaticInputs(_columns(bucket, self._limits.page_size), self._target.device)
+            inputs = self._inputs[bucket] = StaticInputs(
+                pass_columns(bucket.num_requests, bucket.num_rows, bucket.reach, self._limits.page_size), self._target.device
+            )
         spans = batch.attention.spans
         inputs.fill({
             "token_ids": batch.token_ids.numpy(), "positions": batch.positions.numpy(), "slots": batch.attention.slots.numpy(),
@@ -86,13 +87,10 @@ class VerifyGraphs:
             next_bucket(len(spans), limits.num_requests), next_bucket(num_rows_each, limits.num_rows_each),
             next_reach(num_positions, limits.num_positions),
         )  # fmt: skip
-        return bucket if bucket.num_rows <= _MOST_ROWS else None
+        return bucket if bucket.num_rows <= MOST_ROWS else None
 
     def _launch(self, bucket: _Bucket, inputs: dict[str, torch.Tensor]) -> Results:
-        launch = Launch(
-            inputs["row_starts"], inputs["num_rows"], inputs["kv_lens"], inputs["page_table"],
-            max_num_rows=bucket.num_rows_each, max_kv_len=bucket.reach,
-        )  # fmt: skip
+        launch = launch_of(inputs, bucket.num_rows_each, bucket.reach)
         plan = AttentionPlan(inputs["slots"], {}, PagedPlan(self._limits.page_size, (launch,)))
         # one table of rotations for every graph: its address must not change when a longer request comes
         num_positions = self._limits.num_positions
@@ -109,16 +107,7 @@ class VerifyGraphs:
         """Copies of the results, where every bucket leaves them. Launches one by one come before any capture, and make room."""
         for name, value in results.items():
             if name not in self._results:
-                most = min(_MOST_ROWS, self._limits.num_requests * self._limits.num_rows_each)
+                most = min(MOST_ROWS, self._limits.num_requests * self._limits.num_rows_each)
                 self._results[name] = value.new_empty(most, *value.shape[1:])
             self._results[name][: value.shape[0]].copy_(value)
         return {name: self._results[name][: value.shape[0]] for name, value in results.items()}
-
-
-def _columns(bucket: _Bucket, page_size: int) -> dict[str, Column]:
-    rows, requests = (bucket.num_rows,), (bucket.num_requests,)
-    return {
-        "token_ids": Column(rows), "positions": Column(rows), "slots": Column(rows, padding=-1),
-        "row_starts": Column(requests, "int32"), "num_rows": Column(requests, "int32"), "kv_lens": Column(requests, "int32"),
-        "page_table": Column((bucket.num_requests, -(-bucket.reach // page_size)), "int32"),
-    }  # fmt: skip

@@ -201,12 +201,25 @@ def run(loop, specs=(), on_step=None):
     return results
 
 
+def computed(loop):
+    """Rows of every pass, as they come."""
+    rows = []
+    forward = loop.runner.forward
+
+    def counting(batch):
+        rows.append(len(batch.token_ids))
+        return forward(batch)
+
+    loop.runner.forward = counting
+    return rows
+
+
 @pytest.fixture
 def scripted():
     """The scripted parts, as one namespace."""
     return SimpleNamespace(
         VOCAB=VOCAB, next_token=next_token, continuation=continuation, Target=ScriptedTarget, Drafter=ScriptedDrafter,
-        PATTERNS=PATTERNS, make_loop=make_loop, spec=spec, run=run,
+        PATTERNS=PATTERNS, make_loop=make_loop, spec=spec, run=run, computed=computed,
     )
 
 

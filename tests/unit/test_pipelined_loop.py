@@ -177,14 +177,7 @@ def test_prefill_fills_the_wait_for_proposals(scripted):
     loop.add(scripted.spec("a", [1], max_tokens=40))
     loop.step()
     loop.add(scripted.spec("long", [p % 250 for p in range(90)], max_tokens=5))
-    chunks = []
-    forward = loop.runner.forward
-
-    def watched(batch):
-        chunks.append(len(batch.token_ids))
-        return forward(batch)
-
-    loop.runner.forward = watched
+    chunks = scripted.computed(loop)
     results = scripted.run(loop)
     assert 10 in chunks  # as long as a draft takes
     assert results["long"][0] == scripted.continuation([p % 250 for p in range(90)], 5)

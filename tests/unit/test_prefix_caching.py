@@ -33,24 +33,11 @@ def guarded(scripted):
     return make
 
 
-def computed(loop):
-    """Rows of every pass, as they come."""
-    rows = []
-    forward = loop.runner.forward
-
-    def counting(batch):
-        rows.append(len(batch.token_ids))
-        return forward(batch)
-
-    loop.runner.forward = counting
-    return rows
-
-
 def test_the_same_prompt_again_computes_one_token(scripted, guarded):
     drafter = scripted.Drafter(scripted.PATTERNS["MIX"])
     loop = guarded(drafter)
     cold = scripted.run(loop, [scripted.spec("aa", PROMPT, max_tokens=20)])["aa"]
-    rows = computed(loop)
+    rows = scripted.computed(loop)
     warm = scripted.run(loop, [scripted.spec("bb", PROMPT, max_tokens=20)])["bb"]
     assert rows[0] == 1
     assert warm[0] == cold[0] == scripted.continuation(PROMPT, 20)
@@ -181,7 +168,7 @@ def test_a_resumed_request_starts_behind_its_cached_tokens(scripted, guarded):
     reference = scripted.run(loop, [scripted.spec("aa", PROMPT, max_tokens=24)])["aa"][0]
     for emitted in (1, 7, 16, 23):
         resumed = RequestSpec("aa", tuple(PROMPT), SamplingParams(temperature=0.0, max_tokens=24), tuple(reference[:emitted]))
-        rows = computed(loop)
+        rows = scripted.computed(loop)
         tokens, _ = scripted.run(loop, [resumed])["aa"]
         assert reference[:emitted] + tokens == reference
         assert rows[0] <= 4
@@ -189,7 +176,7 @@ def test_a_resumed_request_starts_behind_its_cached_tokens(scripted, guarded):
 
 def test_switched_off_nothing_is_kept(scripted):
     loop = scripted.make_loop(scripted.Drafter(), enable_prefix_caching=False)
-    rows = computed(loop)
+    rows = scripted.computed(loop)
     for name in ("a", "b"):
         start = len(rows)
         scripted.run(loop, [scripted.spec(name, PROMPT, max_tokens=9)])
