@@ -9,7 +9,8 @@ decoding gives. Batched products and the softmax change their order of summation
 the number of keys; so every run has at least four rows, and reads whole tiles of keys: rows whose tiles differ go into different
 runs, and what lies behind a row's own position is masked.
 
-Where kernels run (`paged_plan`) they do both halves, with the same property of their own.
+Where kernels run (`paged_plan`) they do both halves, with the same property of their own; on CPUs that can run it, `row_attention`
+computes every row alone, for all requests in one call.
 
 Shapes: T rows of the flat batch, N query heads, K KV heads, G = N / K, D head size.
 """
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from dflash2_kernels import row_attention
 from dflash2_kernels.kv_store import kv_store
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.paged_plan import PagedPlan, kernels_run, plan_pages
@@ -50,24 +52,36 @@ class _Run(NamedTuple):
 @dataclass(frozen=True)
 class AttentionPlan:
     """Everything about one step's attention that is the same in every layer; runs by window, None being full attention. `paged` stands
-    in for them where kernels run."""
+    in for them where kernels run, `rows` where a CPU computes row by row."""
 
     slots: torch.Tensor
     runs: dict[int | None, list[_Run]]
     paged: PagedPlan | None = None
+    rows: row_attention.RowSpans | None = None
 
 
-def plan_attention(batch: AttentionBatch, windows: Iterable[int | None], num_groups: int) -> AttentionPlan:
-    """Prepare one step. `windows`: the widths that occur among the layers; num_groups: G."""
+def plan_attention(
+    batch: AttentionBatch, windows: Iterable[int | None], num_groups: int, *, by_row: bool = False
+) -> AttentionPlan:
+    """Prepare one step. `windows`: the widths that occur among the layers; num_groups: G; by_row: what `runs_by_row` said at load."""
     device = batch.slots.device
     if kernels_run(device):
         return AttentionPlan(batch.slots, {}, plan_pages(batch))
+    if by_row:
+        spans = [(span.row_start, span.num_rows, span.kv_len) for span in batch.spans]
+        pages = [span.page_ids for span in batch.spans]
+        return AttentionPlan(batch.slots, {}, rows=row_attention.RowSpans(spans, pages, batch.page_size))
     runs: dict[int | None, list[_Run]] = {}
     for window in windows:
         runs[window] = [
             run for span in batch.spans for run in _span_runs(span, batch.page_size, window, num_groups, device)
         ]
     return AttentionPlan(batch.slots, runs)
+
+
+def runs_by_row(device: torch.device, head_dim: int) -> bool:
+    """Whether attention of this thread's work on this device is `row_attention`'s: where torch has one thread, for its head sizes."""
+    return device.type == "cpu" and torch.get_num_threads() == 1 and row_attention.available(head_dim)
 
 
 def _span_runs(span: Span, page_size: int, window: int | None, num_groups: int, device: torch.device) -> list[_Run]:
@@ -142,6 +156,8 @@ def attend(
     """
     if plan.paged is not None:
         return plan.paged.attend(query, cache, scaling, window)
+    if plan.rows is not None:
+        return row_attention.row_attention(query, cache, plan.rows, scaling, window)
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads

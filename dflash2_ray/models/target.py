@@ -17,7 +17,7 @@ from torch import nn
 
 from dflash2_ray.config import TargetFacts
 from dflash2_ray.errors import CheckpointError
-from dflash2_ray.models.attention import TILE, AttentionPlan, KVCache, attend, plan_attention, store
+from dflash2_ray.models.attention import TILE, AttentionPlan, KVCache, attend, plan_attention, runs_by_row, store
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.fused_layer import AttentionOptions, FusedLayer, can_fuse
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, fast_rows
@@ -92,6 +92,7 @@ class Target:
         self.taps = tuple(taps)
         self.device = device
         self.activations = dtype
+        self.by_row = runs_by_row(torch.device(device), facts.head_dim)
         self.embedding = torch.empty(0)
         self.head_weight = torch.empty(0)
         self._model = model
@@ -343,7 +344,7 @@ class Target:
 
     def _plan(self, batch: AttentionBatch) -> AttentionPlan:
         windows = {options.window for options in self._options.values()} or {None}
-        return plan_attention(batch, windows, self.num_heads // self.num_kv_heads)
+        return plan_attention(batch, windows, self.num_heads // self.num_kv_heads, by_row=self.by_row)
 
     def _context(self, batch: AttentionBatch, cache: KVCache) -> PagedContext:
         return PagedContext(self._plan(batch), cache, {})
@@ -371,14 +372,14 @@ class _Probe:
         groups = self._target.num_heads // self._target.num_kv_heads
         layer_type = getattr(self._layer.self_attn, "sliding_window", None) if hasattr(self._layer, "self_attn") else None
         windows = {None, layer_type, getattr(self._target._model.config, "sliding_window", None)}
-        context = PagedContext(plan_attention(self._batch, windows, groups), self._cache(), {})
+        context = PagedContext(plan_attention(self._batch, windows, groups, by_row=self._target.by_row), self._cache(), {})
         out = _call_untouched(self._layer, self._x, self._rows, self._tables, context)
         self.options = context.options[self._index]
         return out
 
     def fused(self, layer: FusedLayer) -> torch.Tensor:
         groups = self._target.num_heads // self._target.num_kv_heads
-        plan = plan_attention(self._batch, {self.options.window}, groups)
+        plan = plan_attention(self._batch, {self.options.window}, groups, by_row=self._target.by_row)
         cache = self._cache()
         return layer(self._x, Rotary.from_tables(*self._tables), plan, cache.layers[self._index])
 

@@ -8,12 +8,14 @@ import functools
 import torch
 
 from dflash2_kernels import catalogue
+from dflash2_ray.models.attention import runs_by_row
 from dflash2_ray.models.linear import PackedLinear
 
 TORCH = "torch"  # the service computes it itself, the operator's kernel is not called
 _OF_TARGET = ("add_rms_norm", "kv_store", "paged_attention")
 _OF_DRAFTER = ("grouped_conv", "vocab_topk", "selector_walk", "context_ingest")
-_TILES = "torch, whole tiles"  # `models.attention`, where no kernel runs
+_TILES, _ROWS = "torch, whole tiles", "avx512, row by row"  # `models.attention`, where no kernel runs; rows: for the usual head sizes
+_USUAL_HEAD_DIM = 64
 _OWN_OF_TARGET = {"sparse_rejection": TORCH}  # `sampling.rejection`
 
 
@@ -30,7 +32,7 @@ def report_operators(device: str, dtype: str, *, drafts: bool) -> dict[str, str]
     chosen = catalogue.report(device)
     found = {"linear": _linear(device, dtype), **{name: chosen[name] for name in _OF_TARGET}, **_OWN_OF_TARGET}
     if chosen["paged_attention"] == "torch reference":
-        found["paged_attention"] = _TILES
+        found["paged_attention"] = _ROWS if runs_by_row(torch.device(device), _USUAL_HEAD_DIM) else _TILES
     if drafts:
         found |= {name: chosen[name] for name in _OF_DRAFTER}
         if chosen["context_ingest"] == "torch reference":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash2_kernels import backend, catalogue, triton_import
-from dflash2_ray.models.attention import plan_attention
+from dflash2_ray.models.attention import plan_attention, runs_by_row
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.runtime.operators import report_operators
 from dflash2_ray.serving.banner import banner
@@ -37,9 +37,11 @@ def test_a_gpu_takes_kernels_where_the_service_calls_them(monkeypatch, fresh_cho
 
 def test_a_running_engine_tells_and_its_banner_has_a_line(scripted):
     facts = scripted.make_loop(scripted.Drafter()).describe()
-    assert facts["operators"]["paged_attention"] == "torch, whole tiles"
+    by_row = runs_by_row(torch.device("cpu"), 64)
+    assert facts["operators"]["paged_attention"] == ("avx512, row by row" if by_row else "torch, whole tiles")
     batch = AttentionBatch(torch.arange(2), (Span(0, 2, 2, (0,)),), 4)
-    assert plan_attention(batch, {None}, 1).paged is None  # … which is what runs
+    plan = plan_attention(batch, {None}, 1, by_row=by_row)
+    assert (plan.paged, plan.rows is not None) == (None, by_row)  # … which is what runs
     (line,) = [line for line in banner(facts, "http://here").splitlines() if "operators" in line]
     for name, implementation in facts["operators"].items():
         assert name in line.split(f"{implementation}: ")[1].split(" · ")[0]

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from dflash2_kernels import row_attention
 from dflash2_ray.errors import CheckpointError
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.target import Target
@@ -137,9 +138,16 @@ def random_tokens(vocab=97):
     return {name: torch.randint(vocab, (length,), generator=generator).tolist() for name, length in lengths.items()}
 
 
+@pytest.fixture(params=["as it runs here", "tiles"])
+def attention_path(request, monkeypatch):
+    """What this machine takes, and what runs without C for it."""
+    if request.param == "tiles":
+        monkeypatch.setattr(row_attention, "available", lambda head_dim: False)
+
+
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_logits_and_taps_equal_transformers(saved, kind, fast):
+def test_logits_and_taps_equal_transformers(saved, kind, fast, attention_path):
     folder, tokens = saved(kind), random_tokens()
     target = Target.load(folder, dtype="float32", device="cpu", taps=(1, -1, 2), fast=fast)
     assert target.num_fused_layers == (3 if fast else 0)
@@ -379,7 +387,7 @@ def test_scaled_embeddings_and_capped_logits_are_refused(tmp_path, config, messa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama-llama3", "qwen3", "mistral-window"])
-def test_verifying_gives_the_bits_of_plain_decoding(saved, kind, dtype):
+def test_verifying_gives_the_bits_of_plain_decoding(saved, kind, dtype, attention_path):
     """Eight rows in one step equal eight steps of one row, bit for bit, across every boundary of the attention's tiles."""
     from dflash2_ray.models.attention import TILE
 
