@@ -69,7 +69,9 @@ def _wait(server: subprocess.Popen[bytes], log: Path) -> bool:
         if server.poll() is not None or "cannot be served" in text:
             break
         time.sleep(0.5)
-    why = [line for line in log.read_text(errors="replace").splitlines() if "cannot be served" in line or "Error" in line]
+    why = [
+        line for line in log.read_text(errors="replace").splitlines() if "cannot be served" in line or "Error" in line
+    ]
     print("error: the service did not become ready", *(why[-1:] or ["see quickstart.log"]), sep="\n  ", file=sys.stderr)
     return False
 

@@ -118,7 +118,11 @@ def main() -> None:
     from dflash2_ray.runtime.build import build_target_loop
 
     config = ServiceConfig(
-        dtype="float32", draft_width="fixed", max_num_seqs=asked.requests, num_kv_pages=asked.requests * 130, drafter_placement="colocated"
+        dtype="float32",
+        draft_width="fixed",
+        max_num_seqs=asked.requests,
+        num_kv_pages=asked.requests * 130,
+        drafter_placement="colocated",
     )
     loop = build_target_loop(config)
     stub_devices(loop)
@@ -143,11 +147,24 @@ def main() -> None:
         ended = time.thread_time()
         whole, parts.seconds["pack"] = ended - started, ended - packing
         rest = whole - sum(parts.seconds.values())
-        steps.append({"host": whole, "drafter": sum(parts.seconds[part] for part in DRAFTER_PARTS), **parts.seconds, "rest": rest})
-        assert [len(delta["token_ids"]) for delta in packed] == [NUM_ACCEPTED + 1] * asked.requests, "every request decodes in every step"
+        steps.append(
+            {
+                "host": whole,
+                "drafter": sum(parts.seconds[part] for part in DRAFTER_PARTS),
+                **parts.seconds,
+                "rest": rest,
+            }
+        )
+        assert [len(delta["token_ids"]) for delta in packed] == [NUM_ACCEPTED + 1] * asked.requests, (
+            "every request decodes in every step"
+        )
     medians = {part: round(statistics.median(step[part] for step in steps) * 1e3, 3) for part in steps[0]}
     told = {"requests": asked.requests, "steps": asked.steps}
-    told |= {"host_ms_per_step": medians.pop("host"), "of_which_drafter_ms": medians.pop("drafter"), "parts_ms": medians}
+    told |= {
+        "host_ms_per_step": medians.pop("host"),
+        "of_which_drafter_ms": medians.pop("drafter"),
+        "parts_ms": medians,
+    }
     print(json.dumps(told))
     if asked.profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)

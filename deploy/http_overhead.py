@@ -20,7 +20,11 @@ from typing import Any
 import aiohttp
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
 }
 
 CONCURRENCY = 16
@@ -83,7 +87,9 @@ async def by_client(client: Any, ids: list[list[int]], new_tokens: int, concurre
     """Tokens per second by Ray and without HTTP."""
 
     async def one(prompt: list[int]) -> int:
-        (result,) = await client.agenerate(prompt_token_ids=prompt, temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        (result,) = await client.agenerate(
+            prompt_token_ids=prompt, temperature=0, max_tokens=new_tokens, ignore_eos=True
+        )
         return len(result.token_ids)
 
     return await rate_of(one, ids, concurrency)
@@ -92,11 +98,15 @@ async def by_client(client: Any, ids: list[list[int]], new_tokens: int, concurre
 def in_process(engine: Any, ids: list[list[int]], new_tokens: int, concurrency: int) -> float:
     """Tokens per second with so many requests in flight."""
     started = time.perf_counter()
-    results = engine.generate(prompt_token_ids=ids, max_in_flight=concurrency, temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    results = engine.generate(
+        prompt_token_ids=ids, max_in_flight=concurrency, temperature=0, max_tokens=new_tokens, ignore_eos=True
+    )
     return sum(len(one.token_ids) for one in results) / (time.perf_counter() - started)
 
 
-def measure(engine: Any, client: Any, url: str, ids: list[list[int]], new_tokens: int, concurrency: int, repeats: int) -> dict[str, list[float]]:
+def measure(
+    engine: Any, client: Any, url: str, ids: list[list[int]], new_tokens: int, concurrency: int, repeats: int
+) -> dict[str, list[float]]:
     """Tokens per second of every way, in turns, behind one turn that warms up."""
     ways: dict[str, Callable[[], float]] = {
         "LLM": lambda: in_process(engine, ids, new_tokens, concurrency),
@@ -121,7 +131,12 @@ def main() -> None:
     from dflash2_ray import LLM, Client
     from dflash2_ray.cli.settings import prompt_ids, read_prompts, read_settings
 
-    settings = {"draft_width": "fixed", "enable_prefix_caching": False, **read_settings(asked.settings), "max_num_seqs": CONCURRENCY}
+    settings = {
+        "draft_width": "fixed",
+        "enable_prefix_caching": False,
+        **read_settings(asked.settings),
+        "max_num_seqs": CONCURRENCY,
+    }
     engine = LLM(**settings)
     some = prompt_ids(engine, [one for one in read_prompts(None) if one[0] == "chat"], asked.new_tokens)
     ids = [some[index % len(some)] for index in range(NUM_PROMPTS)]

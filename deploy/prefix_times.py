@@ -27,7 +27,14 @@ def main() -> None:
     from dflash2_ray import LLM
 
     # few pages, so that idle ones fill the pool and are evicted in every turn
-    settings = {"target": asked.target, "seed": 1, "draft_width": "fixed", "max_num_seqs": 8, "max_model_len": 768, "num_kv_pages": 480}
+    settings = {
+        "target": asked.target,
+        "seed": 1,
+        "draft_width": "fixed",
+        "max_num_seqs": 8,
+        "max_model_len": 768,
+        "num_kv_pages": 480,
+    }
     engines = {"on": LLM(**settings), "off": LLM(**settings, enable_prefix_caching=False)}
     chance = random.Random(5)
 
@@ -36,7 +43,9 @@ def main() -> None:
 
     def timed(engine, prompts, max_tokens):
         started = time.perf_counter()
-        results = engines[engine].generate(prompt_token_ids=prompts, max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        results = engines[engine].generate(
+            prompt_token_ids=prompts, max_tokens=max_tokens, temperature=0, ignore_eos=True
+        )
         return time.perf_counter() - started, results
 
     first = {"on": [], "off": []}
@@ -65,7 +74,9 @@ def main() -> None:
         return round(statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True)), 3)
 
     def told(found, digits=1, scale=1.0):
-        return {engine: round(statistics.median(values) * scale, digits) for engine, values in found.items()} | {"ratio": ratio(found)}
+        return {engine: round(statistics.median(values) * scale, digits) for engine, values in found.items()} | {
+            "ratio": ratio(found)
+        }
 
     rates = {} if asked.ttft_only else {"tokens_per_s": told(alone), "shared_tokens_per_s": told(shared)}
     print(json.dumps({"target": asked.target, "prefix": asked.prefix, "ttft_ms": told(first, 2, 1000), **rates}))

@@ -47,7 +47,11 @@ def _loop(placement, pipeline, concurrency):
 
     return build_target_loop(
         ServiceConfig(
-            drafter_placement=placement, draft_width="fixed", pipeline=pipeline, draft_deadline_ms=5000, max_num_seqs=concurrency,
+            drafter_placement=placement,
+            draft_width="fixed",
+            pipeline=pipeline,
+            draft_deadline_ms=5000,
+            max_num_seqs=concurrency,
             enable_prefix_caching=False,
         )
     )
@@ -129,7 +133,9 @@ def main():
     args = parser.parse_args()
     times = measure(args.turns, args.concurrency, args.prompts, args.tokens, args.pipelines)
     for name, one in times.items():
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(one.token_s, times["colocated"].token_s, strict=True))
+        ratio = statistics.median(
+            mine / theirs for mine, theirs in zip(one.token_s, times["colocated"].token_s, strict=True)
+        )
         step_ms, token_ms = statistics.median(one.step_s) * 1000, statistics.median(one.token_s) * 1000
         print(f"{name}: {step_ms:.2f} ms per step, {token_ms:.3f} ms per token, {ratio:.3f} of colocated")
 

@@ -55,8 +55,9 @@ class ServiceConfig(BaseModel):
 
     target: str = Field("embedded", description="Target model: `embedded`, `smollm2`, a local folder or a hub id.")
     drafter: str | None = Field(
-        None, description="DFlash 2 drafter: a local folder or hub id; `none` switches speculation off. "
-        "Default: the embedded drafter for the embedded target, none otherwise."
+        None,
+        description="DFlash 2 drafter: a local folder or hub id; `none` switches speculation off. "
+        "Default: the embedded drafter for the embedded target, none otherwise.",
     )
     target_revision: str | None = Field(None, description="Hub revision of the target.")
     drafter_revision: str | None = Field(None, description="Hub revision of the drafter.")
@@ -70,14 +71,16 @@ class ServiceConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=2, description="Prompt plus completion, in tokens.")
     tensor_parallel_size: int = Field(1, ge=1, description="Target ranks; one GPU each (on a CPU: one process each).")
     drafter_placement: Literal["auto", "colocated", "separate"] = Field(
-        "auto", description="colocated: inside target rank 0; separate: an actor and, on GPUs, a GPU of its own. auto: separate "
-        "where the cluster has a GPU to spare, else colocated."
+        "auto",
+        description="colocated: inside target rank 0; separate: an actor and, on GPUs, a GPU of its own. auto: separate "
+        "where the cluster has a GPU to spare, else colocated.",
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, description="Draft slots per request; default: draft block size - 1. 0 switches speculation off."
     )
     rank_placement: Literal["pack", "spread"] = Field(
-        "pack", description="pack: all target ranks of a unit on one node; spread: each rank may sit on a node of its own."
+        "pack",
+        description="pack: all target ranks of a unit on one node; spread: each rank may sit on a node of its own.",
     )
     target_labels: dict[str, str] = Field(
         default_factory=dict, description="Ray node labels that the target ranks ask for, as key=value,key=value."
@@ -89,77 +92,105 @@ class ServiceConfig(BaseModel):
         30.0, gt=0, description="A step that takes longer means a hung rank: the unit's ranks are replaced."
     )
     resume_timeout_s: float = Field(
-        120.0, ge=0, description="How long a request waits for a unit that can go on with it before its client sees an error."
+        120.0,
+        ge=0,
+        description="How long a request waits for a unit that can go on with it before its client sees an error.",
     )
     draft_width: Literal["auto", "fixed"] = Field(
-        "auto", description="auto: the drafted tokens per request follow the load, up to num_speculative_tokens, by measured step "
-        "times and acceptance; 0 included. fixed: always num_speculative_tokens."
+        "auto",
+        description="auto: the drafted tokens per request follow the load, up to num_speculative_tokens, by measured step "
+        "times and acceptance; 0 included. fixed: always num_speculative_tokens.",
     )
     draft_deadline_ms: float | None = Field(
-        None, gt=0, description="How long a step waits for a proposal before its request decodes plainly; default: from the "
-        "measured proposal times."
+        None,
+        gt=0,
+        description="How long a step waits for a proposal before its request decodes plainly; default: from the "
+        "measured proposal times.",
     )
     pipeline: Literal["auto", "serial", "split"] = Field(
-        "auto", description="serial: draft, then verify. split: two halves of the batch, one drafted while the other is verified "
-        "(needs a separate drafter). auto: chosen from measured times."
+        "auto",
+        description="serial: draft, then verify. split: two halves of the batch, one drafted while the other is verified "
+        "(needs a separate drafter). auto: chosen from measured times.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
-        "auto", description="auto: on a GPU with one target rank, what a decode step launches is captured once per size and launched as one; "
-        "off: launch by launch."
+        "auto",
+        description="auto: on a GPU with one target rank, what a decode step launches is captured once per size and launched as one; "
+        "off: launch by launch.",
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per KV page.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU that this service may fill.")
     num_kv_pages: int | None = Field(None, ge=1, description="KV pages; default: from the memory at hand.")
     enable_prefix_caching: bool = Field(
-        True, description="A prompt that begins like an earlier one, or like its answer, starts behind what they share, in whole pages."
+        True,
+        description="A prompt that begins like an earlier one, or like its answer, starts behind what they share, in whole pages.",
     )
     max_num_seqs: int = Field(16, ge=1, le=1024, description="Requests that may run at once.")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens of one step; default 512 or more.")
     max_queued_requests: int = Field(256, ge=0, description="Requests that may wait; beyond it a 429.")
     max_queued_tokens: int = Field(
-        262_144, ge=1, description="Prompt tokens that may wait to be computed; beyond it a 429 (one request alone is always taken)."
+        262_144,
+        ge=1,
+        description="Prompt tokens that may wait to be computed; beyond it a 429 (one request alone is always taken).",
     )
     api_keys_file: str | None = Field(
-        None, description="Path of a file with one API key per line; keys in the environment variable DFLASH2_API_KEYS (separated by "
-        "commas) are added. A changed file is followed within seconds. Default: no key is asked for."
+        None,
+        description="Path of a file with one API key per line; keys in the environment variable DFLASH2_API_KEYS (separated by "
+        "commas) are added. A changed file is followed within seconds. Default: no key is asked for.",
     )
     cors_origins: tuple[str, ...] = Field(
         (), description="Origins whose pages may call the service from a browser, as a,b; `*` for all. Default: none."
     )
     max_body_bytes: int = Field(8 * MIB, ge=1, description="Largest HTTP request body; beyond it a 413.")
     request_timeout_s: float | None = Field(
-        None, gt=0, description="How long an HTTP request may take in all, queue included; beyond it a 504. Default: no limit."
+        None,
+        gt=0,
+        description="How long an HTTP request may take in all, queue included; beyond it a 504. Default: no limit.",
     )
     strict_fields: bool = Field(
-        False, description="Refuse HTTP requests with fields that nobody here knows, instead of reporting them in a header."
+        False,
+        description="Refuse HTTP requests with fields that nobody here knows, instead of reporting them in a header.",
     )
     num_replicas: int = Field(1, ge=1, description="Units (target ranks plus drafter).")
     routing: Literal["load", "session"] = Field(
-        "load", description="load: a request goes to the unit with fewer requests of two. session: requests of one session (header "
-        "x-session-id, x-session-affinity or x-correlation-id) go to one unit while it lives and has room, others to any."
+        "load",
+        description="load: a request goes to the unit with fewer requests of two. session: requests of one session (header "
+        "x-session-id, x-session-affinity or x-correlation-id) go to one unit while it lives and has room, others to any.",
     )
     autoscaling: Autoscaling | None = Field(
-        None, description="Units by load: `1-4`, or a mapping of min_replicas, max_replicas, target_queue_wait_s (1), max_kv_usage (0.9), "
-        "upscale_delay_s (5) and downscale_delay_s (300). num_replicas is then the number at the start. Default: always num_replicas."
+        None,
+        description="Units by load: `1-4`, or a mapping of min_replicas, max_replicas, target_queue_wait_s (1), max_kv_usage (0.9), "
+        "upscale_delay_s (5) and downscale_delay_s (300). num_replicas is then the number at the start. Default: always num_replicas.",
     )
-    num_ingress_replicas: int = Field(1, ge=1, description="HTTP front-ends; with autoscaling the least number of them, which grows in proportion to the units that may come.")
+    num_ingress_replicas: int = Field(
+        1,
+        ge=1,
+        description="HTTP front-ends; with autoscaling the least number of them, which grows in proportion to the units that may come.",
+    )
     drain_timeout_s: float = Field(
-        60.0, ge=0, description="How long a replica that is to go (scale-down, redeploy, shutdown) lets its running requests finish; what "
-        "is left then goes on at another unit, if there is one."
+        60.0,
+        ge=0,
+        description="How long a replica that is to go (scale-down, redeploy, shutdown) lets its running requests finish; what "
+        "is left then goes on at another unit, if there is one.",
     )
     startup_probe: Literal["warn", "refuse", "off"] = Field(
-        "warn", description="A real generation before a unit is ready. warn: says so in the log and in /server_info when the drafter is "
-        "accepted less than acceptance_floor; refuse: does not start then; off: no generation."
+        "warn",
+        description="A real generation before a unit is ready. warn: says so in the log and in /server_info when the drafter is "
+        "accepted less than acceptance_floor; refuse: does not start then; off: no generation.",
     )
     acceptance_floor: float = Field(
-        1.1, ge=1, description="Tokens per verify step, bonus included, that the start-up probe expects of a drafter that fits its target."
+        1.1,
+        ge=1,
+        description="Tokens per verify step, bonus included, that the start-up probe expects of a drafter that fits its target.",
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="json: one JSON object per log line, in the replicas' files and in the workers' standard error. text: lines, "
-        "or what Serve's own logging_config says."
+        "text",
+        description="json: one JSON object per log line, in the replicas' files and in the workers' standard error. text: lines, "
+        "or what Serve's own logging_config says.",
     )
     sglang_metrics: bool = Field(False, description="Export SGLang's `sglang:spec_*` gauges in /metrics as well.")
-    seed: int | None = Field(None, description="Makes unseeded requests reproducible by request id, whatever the drafter does.")
+    seed: int | None = Field(
+        None, description="Makes unseeded requests reproducible by request id, whatever the drafter does."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +199,11 @@ class ServiceConfig(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else f". Known keys: {', '.join(sorted(cls.model_fields))}"
+                    hint = (
+                        f"; did you mean {near[0]!r}?"
+                        if near
+                        else f". Known keys: {', '.join(sorted(cls.model_fields))}"
+                    )
                     raise ValueError(f"unknown key {key!r}{hint}")
                 if key == "cors_origins" and isinstance(data[key], str):
                     data = {**data, key: [origin.strip() for origin in data[key].split(",") if origin.strip()]}
@@ -177,7 +212,9 @@ class ServiceConfig(BaseModel):
                         data = {**data, key: read_labels([pair for pair in data[key].split(",") if pair])}
                     except ConfigError as error:
                         raise ValueError(f"{key}: {error}") from None
-                if isinstance(data[key], bool) and cls.model_fields[key].annotation is not bool:  # pydantic would take True for 1
+                if (
+                    isinstance(data[key], bool) and cls.model_fields[key].annotation is not bool
+                ):  # pydantic would take True for 1
                     raise ValueError(f"{key}: expected a number or a word, got {data[key]!r}")
         return data
 
@@ -194,7 +231,9 @@ class ServiceConfig(BaseModel):
     def _check_num_replicas(self) -> "ServiceConfig":
         scaling = self.autoscaling
         if scaling is not None and not scaling.min_replicas <= self.num_replicas <= scaling.max_replicas:
-            raise ValueError(f"num_replicas={self.num_replicas} is outside autoscaling={scaling.min_replicas}-{scaling.max_replicas}")
+            raise ValueError(
+                f"num_replicas={self.num_replicas} is outside autoscaling={scaling.min_replicas}-{scaling.max_replicas}"
+            )
         return self
 
     @classmethod
@@ -209,11 +248,15 @@ class ServiceConfig(BaseModel):
         """These settings with what Serve's `user_config` changes in place. Raises ConfigError for what needs a new deployment."""
         for key in keys:
             if key in type(self).model_fields and key not in TUNABLES:
-                raise ConfigError(f"user_config: {key!r} cannot change in place, only {', '.join(TUNABLES)}; change `args` and deploy again")
+                raise ConfigError(
+                    f"user_config: {key!r} cannot change in place, only {', '.join(TUNABLES)}; change `args` and deploy again"
+                )
         tuned = self.from_keys({**self.model_dump(), **keys})
         for key in _QUEUE_LIMITS:
             if getattr(tuned, key) > getattr(self, key):
-                raise ConfigError(f"user_config: {key} can be lowered in place, to {getattr(self, key)} at most, got {getattr(tuned, key)}")
+                raise ConfigError(
+                    f"user_config: {key} can be lowered in place, to {getattr(self, key)} at most, got {getattr(tuned, key)}"
+                )
         return tuned
 
     @property
@@ -347,7 +390,9 @@ def resolve(
     speculative_tokens = _resolve_speculative_tokens(config, drafter)
     max_model_len = _resolve_max_model_len(config, target)
     batched_tokens = _resolve_batched_tokens(config, speculative_tokens)
-    dtype: Dtype = "float32" if config.dtype == "float32" or (target.dtype == "float32" and config.dtype == "auto") else "bfloat16"
+    dtype: Dtype = (
+        "float32" if config.dtype == "float32" or (target.dtype == "float32" and config.dtype == "auto") else "bfloat16"
+    )
     item_bytes = 4 if device == "cpu" else {"float32": 4, "bfloat16": 2}[dtype]
     placement = _resolve_placement(config, drafter)
     check_ranks(config.tensor_parallel_size, target)
@@ -442,7 +487,9 @@ def _resolve_max_model_len(config: ServiceConfig, target: TargetFacts) -> int:
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
-        raise ConfigError(f"max_model_len: target {target.name!r} supports {limit} positions, got {config.max_model_len}")
+        raise ConfigError(
+            f"max_model_len: target {target.name!r} supports {limit} positions, got {config.max_model_len}"
+        )
     return config.max_model_len
 
 

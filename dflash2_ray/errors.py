@@ -49,7 +49,9 @@ class InvalidRequest(RequestError):
 class ContextLengthExceeded(RequestError):
     """The prompt does not leave room for one token."""
 
-    def __init__(self, message: str, *, param: str | None = "prompt", code: str | None = "context_length_exceeded") -> None:
+    def __init__(
+        self, message: str, *, param: str | None = "prompt", code: str | None = "context_length_exceeded"
+    ) -> None:
         super().__init__(message, param=param, code=code)
 
 

@@ -31,7 +31,9 @@ class LLM:
     Raises ConfigError or CheckpointError.
     """
 
-    def __init__(self, target: str = "embedded", drafter: str | None = None, *, progress: Progress | None = None, **config: Any):
+    def __init__(
+        self, target: str = "embedded", drafter: str | None = None, *, progress: Progress | None = None, **config: Any
+    ):
         service = ServiceConfig.from_keys({"target": target, "drafter": drafter, **config})
         if service.tensor_parallel_size > 1 or service.drafter_placement == "separate":
             raise ConfigError(
@@ -61,7 +63,9 @@ class LLM:
         Sampling keywords have the names of the HTTP fields. Raises InvalidRequest before anything runs.
         """
         params = self._text.params(sampling)
-        return self._run([Prepared(list(ids), params) for ids in self._prompt_ids(prompts, prompt_token_ids)], max_in_flight)
+        return self._run(
+            [Prepared(list(ids), params) for ids in self._prompt_ids(prompts, prompt_token_ids)], max_in_flight
+        )
 
     def chat(
         self, messages: Messages | Sequence[Messages], *, max_in_flight: int | None = None, **sampling: Any

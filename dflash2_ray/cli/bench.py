@@ -31,14 +31,20 @@ from dflash2_ray.errors import ConfigError
 def bench(
     settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
     concurrency: Annotated[str, typer.Option(help="Requests in flight, as a list.")] = "1,4,16",
-    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON object of lists by kind, a JSON list, or one per line.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts: JSON object of lists by kind, a JSON list, or one per line.")
+    ] = None,
     kind: Annotated[str, typer.Option(help="Kind of the prompts to use.")] = "chat",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per turn (at least the concurrency).")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer (ends of text are ignored).")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Turns per variant.")] = 3,
-    widths: Annotated[str, typer.Option(help="Compare draft widths instead: numbers and `auto`, e.g. 0,1,3,7,auto.")] = "",
-    json_path: Annotated[str, typer.Option("--json", help="Write all figures to this file (- for standard output).")] = "",
+    widths: Annotated[
+        str, typer.Option(help="Compare draft widths instead: numbers and `auto`, e.g. 0,1,3,7,auto.")
+    ] = "",
+    json_path: Annotated[
+        str, typer.Option("--json", help="Write all figures to this file (- for standard output).")
+    ] = "",
 ) -> None:
     """Measure plain against speculative decoding: TTFT, time per output token, tokens/s, acceptance by position."""
     levels = _levels(concurrency)
@@ -67,7 +73,12 @@ def bench(
                     order.reverse()
                 for name in order:
                     bars.update(task, description=f"concurrency {level}, {name}")
-                    options: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "seed": turn}
+                    options: dict[str, Any] = {
+                        "temperature": temperature,
+                        "max_tokens": max_tokens,
+                        "ignore_eos": True,
+                        "seed": turn,
+                    }
                     started = time.perf_counter()
                     engine.hold_draft_width(variants[name] if compares else None)
                     if not compares:
@@ -79,8 +90,17 @@ def bench(
     engine.hold_draft_width(None)
     (_show_widths if compares else _show)(rows)
     if json_path:
-        write_json(json_path, {"config": engine.config.as_dict(), "max_tokens": max_tokens, "temperature": temperature,
-                               "num_prompts": num_prompts, "repeats": repeats, "results": rows})
+        write_json(
+            json_path,
+            {
+                "config": engine.config.as_dict(),
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "num_prompts": num_prompts,
+                "repeats": repeats,
+                "results": rows,
+            },
+        )
 
 
 def _levels(text: str) -> list[int]:
@@ -99,7 +119,9 @@ def _widths(text: str, most: int) -> dict[str, int | None]:
     for part in text.split(","):
         name = part.strip()
         if name != "auto" and not (name.isdigit() and int(name) <= most):
-            raise ConfigError(f"--widths: expected `auto` and numbers from 0 to num_speculative_tokens={most}, got {name!r}")
+            raise ConfigError(
+                f"--widths: expected `auto` and numbers from 0 to num_speculative_tokens={most}, got {name!r}"
+            )
         variants[name] = None if name == "auto" else int(name)
     return variants
 
@@ -122,7 +144,9 @@ def _figures(results: Sequence[Generation], wall_s: float) -> dict[str, Any]:
 def _row(level: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     row: dict[str, Any] = {"concurrency": level}
     for name, turns in runs.items():
-        row[name] = {key: statistics.median(turn[key] for turn in turns) for key in ("ttft_s", "tpot_s", "tokens_per_s")}
+        row[name] = {
+            key: statistics.median(turn[key] for turn in turns) for key in ("ttft_s", "tpot_s", "tokens_per_s")
+        }
         row[name] |= {key: turns[0][key] for key in ("acceptance_length", "acceptance_by_position")}
         row[name]["turns_tokens_per_s"] = [turn["tokens_per_s"] for turn in turns]
     if "speculative" in runs:
@@ -164,8 +188,12 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             one = row[name]
             length = one["acceptance_length"]
             table.add_row(
-                str(row["concurrency"]), name, f"{one['ttft_s'] * 1000:.1f}", f"{one['tpot_s'] * 1000:.2f}",
-                f"{one['tokens_per_s']:.1f}", f"{row['speedup']:.2f} x" if name == "speculative" else "",
+                str(row["concurrency"]),
+                name,
+                f"{one['ttft_s'] * 1000:.1f}",
+                f"{one['tpot_s'] * 1000:.2f}",
+                f"{one['tokens_per_s']:.1f}",
+                f"{row['speedup']:.2f} x" if name == "speculative" else "",
                 f"{length:.2f}" if length else "",
             )
     console.print(table)

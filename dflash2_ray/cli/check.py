@@ -14,10 +14,17 @@ def check(
     settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every setting with its default and meaning.")] = False,
     placement: Annotated[
-        str, typer.Option("--placement", metavar="CLUSTER", help="Print which GPU each worker would take on a cluster given as "
-        "GPUs per node: `4,1` or `a=4,b=1:zone=eu` (name, GPUs, node labels). Reads no checkpoint.")
+        str,
+        typer.Option(
+            "--placement",
+            metavar="CLUSTER",
+            help="Print which GPU each worker would take on a cluster given as "
+            "GPUs per node: `4,1` or `a=4,b=1:zone=eu` (name, GPUs, node labels). Reads no checkpoint.",
+        ),
     ] = "",
-    json_path: Annotated[str, typer.Option("--json", help="Write the report as JSON to this file (- for standard output).")] = "",
+    json_path: Annotated[
+        str, typer.Option("--json", help="Write the report as JSON to this file (- for standard output).")
+    ] = "",
 ) -> None:
     """Resolve a configuration, plan the memory, and check that drafter and target fit; loads no weights."""
     if keys:

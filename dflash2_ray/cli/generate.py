@@ -69,7 +69,12 @@ def _ask() -> str:
 
 
 def _options(
-    temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, max_tokens: int | None, width: int | None
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    max_tokens: int | None,
+    width: int | None,
 ) -> dict[str, Any]:
     return {
         "temperature": temperature,

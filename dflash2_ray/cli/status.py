@@ -20,11 +20,18 @@ _COLUMNS = ("role", "host", "GPU", "pid", "node")
 def status(
     url: Annotated[str, typer.Option(help="Where the service listens.")] = "http://127.0.0.1:8000",
     address: Annotated[
-        str, typer.Option(help="Ask through Ray instead of HTTP: address of the cluster, `auto` on one of its nodes. Also tells why a service has not come up.")
+        str,
+        typer.Option(
+            help="Ask through Ray instead of HTTP: address of the cluster, `auto` on one of its nodes. Also tells why a service has not come up."
+        ),
     ] = "",
     app_name: Annotated[str, typer.Option(help="With --address: Serve's name of the application.")] = "default",
-    api_key: Annotated[str, typer.Option(help="Key of the service. Default: DFLASH2_API_KEY, else OPENAI_API_KEY.")] = "",
-    json_path: Annotated[str, typer.Option("--json", help="Write the report to this file (- for standard output, without the page).")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="Key of the service. Default: DFLASH2_API_KEY, else OPENAI_API_KEY.")
+    ] = "",
+    json_path: Annotated[
+        str, typer.Option("--json", help="Write the report to this file (- for standard output, without the page).")
+    ] = "",
 ) -> None:
     """Show a running service: units, their ranks and drafters, what is missing, how full it is.
 
@@ -48,7 +55,9 @@ def _through_http(url: str, api_key: str) -> dict[str, Any]:
         raise ConfigError(f"--url: expected http://HOST:PORT, got {url!r}")
     key = api_key or next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), None)
     try:
-        response = httpx.get(f"{url.rstrip('/')}/status", headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=_TIMEOUT_S)
+        response = httpx.get(
+            f"{url.rstrip('/')}/status", headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=_TIMEOUT_S
+        )
         report = response.json() if response.status_code == 200 else None
     except httpx.InvalidURL as error:
         raise ConfigError(f"--url: expected http://HOST:PORT, got {url!r}: {error}") from None
@@ -73,7 +82,9 @@ def _through_ray(address: str, app_name: str) -> dict[str, Any]:
         if not (sign and host and port.isdecimal() and int(port) < 65536):
             raise ConfigError(f"--address: expected auto or HOST:PORT, got {address!r}")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()  # Ray itself would try for minutes
+            socket.create_connection(
+                (host.strip("[]"), int(port)), _CONNECT_S
+            ).close()  # Ray itself would try for minutes
         except OSError as error:
             raise DFlash2Error(f"not reachable: Ray at {address}: {error}") from None
     import ray
@@ -87,7 +98,9 @@ def _through_ray(address: str, app_name: str) -> dict[str, Any]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return asyncio.run(Client(app_name).overview())
     except KeyError:
-        raise DFlash2Error(f"not ready: no application {app_name!r} of this service is deployed on Ray at {address}") from None
+        raise DFlash2Error(
+            f"not ready: no application {app_name!r} of this service is deployed on Ray at {address}"
+        ) from None
     except (ConnectionError, RuntimeError, ValueError, RayServeException, ray.exceptions.RayError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DFlash2Error(f"not reachable: Ray at {address}: {line}") from None
@@ -114,7 +127,10 @@ def _head(unit: Mapping[str, Any]) -> str:
     if unit.get("unit") is None:
         return f"a unit: {unit['state']}: {unit['why']}"
     why = f": {unit['why']}" if unit["why"] else ""
-    parts = [f"unit {unit['unit']} ({unit['replica']}): {unit['state']}{why}", f"generation {unit['generation']} of its ranks"]
+    parts = [
+        f"unit {unit['unit']} ({unit['replica']}): {unit['state']}{why}",
+        f"generation {unit['generation']} of its ranks",
+    ]
     if unit["num_rebuilds"]:
         parts.append(f"ranks replaced {unit['num_rebuilds']} times")
     if unit["num_drafter_restarts"]:
@@ -138,7 +154,15 @@ def _workers(workers: Any) -> Iterator[str]:
     rows = [_COLUMNS]
     for worker in workers:
         gpus = ",".join(str(one) for one in worker.get("gpu_ids", ())) or "-"
-        rows.append((worker["role"], str(worker.get("host", "?")), gpus, str(worker.get("pid", "?")), str(worker.get("node_id", "?"))[:8]))
+        rows.append(
+            (
+                worker["role"],
+                str(worker.get("host", "?")),
+                gpus,
+                str(worker.get("pid", "?")),
+                str(worker.get("node_id", "?"))[:8],
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows if workers else ():
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

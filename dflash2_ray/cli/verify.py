@@ -27,22 +27,48 @@ _CHECKS = ("identity", "law", "options")
 
 def verify(
     settings: Annotated[list[str] | None, typer.Argument(help=SETTINGS_HELP)] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts: JSON object of lists by kind (`chat` goes through the chat template), a JSON list, or one per line.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts: JSON object of lists by kind (`chat` goes through the chat template), a JSON list, or one per line."
+        ),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="How many of them, evenly spaced over the file.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 48,
     concurrency: Annotated[int, typer.Option(min=1, help="Company: requests in flight.")] = 16,
     checks: Annotated[str, typer.Option(help="Which checks, with commas between them.")] = ",".join(_CHECKS),
-    samples: Annotated[int, typer.Option(min=20, help="Law: draws per prompt, with speculation and as many without. More find smaller shifts.")] = 500,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=20, help="Law: draws per prompt, with speculation and as many without. More find smaller shifts."
+        ),
+    ] = 500,
     law_prompts: Annotated[int, typer.Option(min=1, help="Law: how many of the prompts.")] = 4,
     option_prompts: Annotated[int, typer.Option(min=1, help="Options: how many of the prompts.")] = 4,
     margin: Annotated[
         float | None,
-        typer.Option(min=0, help="Greedy: largest plain margin at which a first difference is a tie. Default: 0.001 in float32, else 0.5. Log-probabilities may differ as much."),
+        typer.Option(
+            min=0,
+            help="Greedy: largest plain margin at which a first difference is a tie. Default: 0.001 in float32, else 0.5. Log-probabilities may differ as much.",
+        ),
     ] = None,
-    url: Annotated[str, typer.Option(help="Verify the service at this address, e.g. http://127.0.0.1:8000, instead of an engine in this process.")] = "",
-    api_key: Annotated[str, typer.Option(help="Key of the service. Default: DFLASH2_API_KEY, else OPENAI_API_KEY.")] = "",
+    url: Annotated[
+        str,
+        typer.Option(
+            help="Verify the service at this address, e.g. http://127.0.0.1:8000, instead of an engine in this process."
+        ),
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option(help="Key of the service. Default: DFLASH2_API_KEY, else OPENAI_API_KEY.")
+    ] = "",
     model: Annotated[str, typer.Option(help="The model that the service is expected to serve.")] = "",
-    json_path: Annotated[str, typer.Option("--json", help="Write the report to this file (- for standard output; the page goes to standard error then).")] = "",
+    json_path: Annotated[
+        str,
+        typer.Option(
+            "--json",
+            help="Write the report to this file (- for standard output; the page goes to standard error then).",
+        ),
+    ] = "",
 ) -> None:
     """Prove that speculation changes no answer: greedy identity, the sampling law, every option.
 
@@ -64,8 +90,15 @@ def verify(
     with closing(backend), progress_bars() as bars:
         task = bars.add_task("reading prompts", total=None)
         report = run_checks(
-            backend, spread([Prompt(kind == "chat", text) for kind, text in known], num_prompts), checks=set(picked), max_tokens=max_tokens,
-            company=concurrency, samples=samples, law_prompts=law_prompts, option_prompts=option_prompts, margin=margin,
+            backend,
+            spread([Prompt(kind == "chat", text) for kind, text in known], num_prompts),
+            checks=set(picked),
+            max_tokens=max_tokens,
+            company=concurrency,
+            samples=samples,
+            law_prompts=law_prompts,
+            option_prompts=option_prompts,
+            margin=margin,
             progress=lambda what, done, total: bars.update(task, description=what, completed=done, total=total),
         )
     page = messages if json_path == "-" else console
@@ -87,7 +120,9 @@ def _engine(settings: list[str], concurrency: int) -> "Backend":
 
 def _service(url: str, api_key: str, model: str, settings: list[str]) -> "Backend":
     if settings:
-        raise ConfigError(f"--url verifies a service with the settings that it has; {settings[0]!r} cannot be given with it")
+        raise ConfigError(
+            f"--url verifies a service with the settings that it has; {settings[0]!r} cannot be given with it"
+        )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url: expected http://HOST:PORT, got {url!r}")
     from dflash2_ray.verification.service import Service

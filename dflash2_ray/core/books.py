@@ -22,7 +22,9 @@ class Books:
         self.facts: dict[str, Any] = {}
         self._newest: dict[str, int] = {}
 
-    def take(self, source: str, engine: str, number: int, growth: Mapping[str, float], facts: Mapping[str, Any]) -> None:
+    def take(
+        self, source: str, engine: str, number: int, growth: Mapping[str, float], facts: Mapping[str, Any]
+    ) -> None:
         """One report of a unit. `source` names its process; numbers rise."""
         if number <= self._newest.get(source, -1):
             return

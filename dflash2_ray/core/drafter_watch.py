@@ -12,7 +12,9 @@ class DrafterWatch:
     def __init__(self) -> None:
         self._told: tuple[int, str] | None = None  # generation of ranks and address, since they were last connected
         self._apart_since: float | None = None
-        self._replaced: tuple[int, int] | None = None  # the connection whose drafter was replaced; its pulse may be an old one
+        self._replaced: tuple[int, int] | None = (
+            None  # the connection whose drafter was replaced; its pulse may be an old one
+        )
 
     def look(self, now: float, generation: int, address: str | None, state: dict[str, Any] | None) -> Verdict | None:
         """now: seconds of a monotonic clock. generation: of the ranks. address: of the living drafter, None while there is none.

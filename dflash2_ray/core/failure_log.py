@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 WINDOW_S = 60.0
-_MOST_KINDS = 64  # with an open window; more are taken for one kind, so that texts that never repeat cannot flood either
+_MOST_KINDS = (
+    64  # with an open window; more are taken for one kind, so that texts that never repeat cannot flood either
+)
 Later = Callable[[float, Callable[[], None]], object]
 
 
@@ -41,7 +43,12 @@ class FailureLog:
     """
 
     def __init__(
-        self, logger: logging.Logger, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.monotonic, later: Later = _in_a_thread
+        self,
+        logger: logging.Logger,
+        *,
+        window_s: float = WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+        later: Later = _in_a_thread,
     ) -> None:
         self._logger = logger
         self._window_s = window_s
@@ -62,14 +69,20 @@ class FailureLog:
         """Log an error with the traceback of the exception in hand, or count it."""
         self._report(logging.ERROR, message, args, kind, extra, traced=True)
 
-    def _report(self, level: int, message: str, args: tuple[object, ...], kind: str | None, extra: dict[str, Any], traced: bool) -> None:
+    def _report(
+        self, level: int, message: str, args: tuple[object, ...], kind: str | None, extra: dict[str, Any], traced: bool
+    ) -> None:
         if self._is_first(kind or message, level, lambda: message % args if args else message, extra):
             self._logger.log(level, message, *args, exc_info=traced, extra=extra, stacklevel=3)
 
     def _is_first(self, kind: str, level: int, line: Callable[[], str], extra: dict[str, Any]) -> bool:
         with self._lock:
             now = self._clock()
-            for past in [name for name, window in self._windows.items() if not window.num_more and now - window.opened >= self._window_s]:
+            for past in [
+                name
+                for name, window in self._windows.items()
+                if not window.num_more and now - window.opened >= self._window_s
+            ]:
                 del self._windows[past]  # nothing to tell of it; one with repeats is told by its own timer
             if kind not in self._windows and len(self._windows) >= _MOST_KINDS:
                 kind = ""
@@ -90,5 +103,10 @@ class FailureLog:
             window = self._windows.pop(kind)
             seconds = self._clock() - window.opened
         self._logger.log(
-            window.level, "… and %d more of the same in %.0f s: %s", window.num_more, seconds, window.line, extra=window.extra
+            window.level,
+            "… and %d more of the same in %.0f s: %s",
+            window.num_more,
+            seconds,
+            window.line,
+            extra=window.extra,
         )

@@ -11,7 +11,8 @@ from dflash2_ray.core.measures import BOUNDS
 
 Numbers = dict[str, float]
 _BUCKETS = {
-    key: (bounds, tuple(f"{key}/{index}" for index in range(len(bounds) + 1)), f"{key}/sum") for key, bounds in BOUNDS.items()
+    key: (bounds, tuple(f"{key}/{index}" for index in range(len(bounds) + 1)), f"{key}/sum")
+    for key, bounds in BOUNDS.items()
 }
 
 

@@ -22,8 +22,12 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "asctime": self.formatTime(record), "levelname": record.levelname, "message": record.getMessage(),
-            "filename": record.filename, "lineno": record.lineno, "process": record.process,
+            "asctime": self.formatTime(record),
+            "levelname": record.levelname,
+            "message": record.getMessage(),
+            "filename": record.filename,
+            "lineno": record.lineno,
+            "process": record.process,
         }
         if record.exc_info:
             line["exc_text"] = self.formatException(record.exc_info)

@@ -97,7 +97,9 @@ class PagePool:
         if claim is not None:
             nearest.insert(1 if table and table[-1] in claim else 0, claim.start)
         for page in nearest:
-            if page < self.num_pages and (self._blank[page] or (claim is not None and self._free[page] and page in claim)):
+            if page < self.num_pages and (
+                self._blank[page] or (claim is not None and self._free[page] and page in claim)
+            ):
                 return page
         page = self._blank.find(_YES)
         if page >= 0:
@@ -105,7 +107,10 @@ class PagePool:
         for page in self._idle:
             if not self._claimed[page]:
                 return page
-        return next((page for page in range(self.num_pages) if self._free[page] and page not in self._idle), next(iter(self._idle), -1))
+        return next(
+            (page for page in range(self.num_pages) if self._free[page] and page not in self._idle),
+            next(iter(self._idle), -1),
+        )
 
     def publish(self, owner: str, index: int, key: bytes, *, has_rows: bool) -> None:
         """The page at `index` of the table of `owner` is full of committed tokens and will not be written again: others that look for

@@ -23,7 +23,9 @@ class PhaseTimes:
     num_draft_steps: int = 0
     num_decode_steps: int = 0
 
-    def record(self, started: float, draft_s: float, transfer_s: float, verify_s: float, *, decodes: bool, drafted: bool) -> None:
+    def record(
+        self, started: float, draft_s: float, transfer_s: float, verify_s: float, *, decodes: bool, drafted: bool
+    ) -> None:
         """One step that began at `started`, on the clock of `queued_at`; draft_s without transfer_s."""
         if not self.num_prefill_steps and not self.num_decode_steps:
             self.queue_s = started - self.queued_at
@@ -40,8 +42,14 @@ class PhaseTimes:
     def pack(self) -> list[float]:
         """Plain values, without `queued_at`: another process has another clock."""
         return [
-            self.queue_s, self.prefill_s, self.draft_s, self.transfer_s, self.verify_s,
-            self.num_prefill_steps, self.num_draft_steps, self.num_decode_steps,
+            self.queue_s,
+            self.prefill_s,
+            self.draft_s,
+            self.transfer_s,
+            self.verify_s,
+            self.num_prefill_steps,
+            self.num_draft_steps,
+            self.num_decode_steps,
         ]
 
     @classmethod

@@ -23,7 +23,11 @@ class Places:
     """
 
     def __init__(
-        self, max_requests: int, max_queued_tokens: int, clock: Callable[[], float] = time.monotonic, on_change: Callable[[], None] = lambda: None
+        self,
+        max_requests: int,
+        max_queued_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_requests = 0
         self.num_queued_tokens = 0
@@ -92,7 +96,9 @@ class Places:
             self._on_change()
 
     def _full_message(self) -> str:
-        return _message(f"{self.num_requests} requests run or wait (max_num_seqs + max_queued_requests = {self._max_requests})")
+        return _message(
+            f"{self.num_requests} requests run or wait (max_num_seqs + max_queued_requests = {self._max_requests})"
+        )
 
     def _interval_s(self) -> float:
         """Between requests that left lately."""

@@ -147,7 +147,9 @@ class Request:
         room = self.num_remaining_tokens
         kept = committed[:room]
         if not (self.stop_token_ids.isdisjoint(kept) and self.eos_token_ids.isdisjoint(kept)):
-            end, token_id = next((i, one) for i, one in enumerate(kept) if one in self.stop_token_ids or one in self.eos_token_ids)
+            end, token_id = next(
+                (i, one) for i, one in enumerate(kept) if one in self.stop_token_ids or one in self.eos_token_ids
+            )
             kept = kept[: end + 1]
             self.token_ids += kept
             return kept, "stop", token_id if token_id in self.stop_token_ids else None

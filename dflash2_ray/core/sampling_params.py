@@ -73,7 +73,9 @@ class SamplingParams:
             _integer(self, "max_tokens", 1, 2**63)
         _integer(self, "min_tokens", 0, 2**63)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens={self.max_tokens}", param="min_tokens")
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, more than max_tokens={self.max_tokens}", param="min_tokens"
+            )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
@@ -86,13 +88,18 @@ class SamplingParams:
             raise InvalidRequest("grammar must be a string", param="response_format")
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             other = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise InvalidRequest(f"{other} contradicts response_format or tool_choice: an output ends where its form is complete", param=other)
+            raise InvalidRequest(
+                f"{other} contradicts response_format or tool_choice: an output ends where its form is complete",
+                param=other,
+            )
         set_ = object.__setattr__
         set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             set_(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise InvalidRequest("allowed_token_ids must name at least one token id, got none", param="allowed_token_ids")
+                raise InvalidRequest(
+                    "allowed_token_ids must name at least one token id, got none", param="allowed_token_ids"
+                )
         if not isinstance(self.bad_words_token_ids, (list, tuple)):
             raise InvalidRequest("bad_words_token_ids must be a list of lists of token ids", param="bad_words")
         set_(self, "bad_words_token_ids", tuple(_token_ids("bad_words", ids) for ids in self.bad_words_token_ids))
@@ -107,8 +114,14 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether anything changes the target's logits before temperature."""
         return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
-            or self.allowed_token_ids is not None or self.bad_words_token_ids or self.min_tokens or self.grammar is not None
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or self.min_tokens
+            or self.grammar is not None
         )
 
     @property
@@ -182,16 +195,22 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     """{token id, as a number or in digits: bias} as pairs in order of the ids."""
     pairs = value.items() if isinstance(value, Mapping) else value
-    if not isinstance(value, (Mapping, list, tuple)) or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs):
+    if not isinstance(value, (Mapping, list, tuple)) or not all(
+        isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs
+    ):
         raise InvalidRequest("logit_bias must be an object of token ids and numbers", param="logit_bias")
     biases: dict[int, float] = {}
     for key, bias in pairs:
         digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token_id = int(key) if digits else key
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise InvalidRequest(f"logit_bias: token ids are integers from 0, got {str(key)[:80]!r}", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias: token ids are integers from 0, got {str(key)[:80]!r}", param="logit_bias"
+            )
         number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100:
-            raise InvalidRequest(f"logit_bias[{token_id}] must be a number in [-100, 100], got {str(bias)[:80]!r}", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias[{token_id}] must be a number in [-100, 100], got {str(bias)[:80]!r}", param="logit_bias"
+            )
         biases[token_id] = float(bias)
     return tuple(sorted(biases.items()))

@@ -129,7 +129,9 @@ class StepTimes:
             weights = [float(min(cell.num_times, 20)) for _, cell in cells]
             total = sum(weights)
             sizes.append(sum(w * cell.rows for w, (_, cell) in zip(weights, cells, strict=True)) / total)
-            theta = sum(w * (c.seconds - self.per_request_s * n) for w, (n, c) in zip(weights, cells, strict=True)) / total
+            theta = (
+                sum(w * (c.seconds - self.per_request_s * n) for w, (n, c) in zip(weights, cells, strict=True)) / total
+            )
             levels.append((max(theta, 0.0), total))
         self._sizes, self._seconds = sizes, _non_decreasing(levels)
 

@@ -23,7 +23,16 @@ from dflash2_ray.errors import (
 _OPTIONAL = ("finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "skipped_reason", "error")
 _KINDS: dict[str, type[DFlash2Error]] = {
     kind.__name__: kind
-    for kind in (ContextLengthExceeded, UnknownModel, InvalidRequest, RequestError, Overloaded, StepFailed, UnitLost, Stopping)
+    for kind in (
+        ContextLengthExceeded,
+        UnknownModel,
+        InvalidRequest,
+        RequestError,
+        Overloaded,
+        StepFailed,
+        UnitLost,
+        Stopping,
+    )
 }
 
 
@@ -70,10 +79,16 @@ def pack_delta(delta: RequestDelta) -> dict[str, Any]:
 
 def unpack_delta(values: dict[str, Any]) -> RequestDelta:
     """The delta again."""
-    values = {**values, "token_ids": tuple(values["token_ids"]), "steps": tuple(tuple(step) for step in values["steps"])}
+    values = {
+        **values,
+        "token_ids": tuple(values["token_ids"]),
+        "steps": tuple(tuple(step) for step in values["steps"]),
+    }
     for name in ("logprobs", "prompt_logprobs"):
         if name in values:
-            values[name] = tuple(None if one is None else (one[0], tuple((i, p) for i, p in one[1])) for one in values[name])
+            values[name] = tuple(
+                None if one is None else (one[0], tuple((i, p) for i, p in one[1])) for one in values[name]
+            )
     if "phases" in values:
         values["phases"] = PhaseTimes.unpack(values["phases"])
     return RequestDelta(**values)

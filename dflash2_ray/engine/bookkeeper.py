@@ -104,5 +104,7 @@ class Bookkeeper:
         gauges: dict[str, dict[str, Any]] = {}
         for unit in sorted(self._units.values(), key=lambda unit: unit.since):
             silent = now - unit.heard > _SILENT_S
-            gauges[unit.engine] = {key: 0 for key in unit.gauges if key.startswith("rank_up/")} if silent else unit.gauges
+            gauges[unit.engine] = (
+                {key: 0 for key in unit.gauges if key.startswith("rank_up/")} if silent else unit.gauges
+            )
         return gauges

@@ -69,7 +69,9 @@ class Client:
         **sampling: Any,
     ) -> list[Generation]:
         """Complete one or several prompts (submitted together), results in order."""
-        return _background(self.agenerate(prompt, messages=messages, prompt_token_ids=prompt_token_ids, **sampling)).result()
+        return _background(
+            self.agenerate(prompt, messages=messages, prompt_token_ids=prompt_token_ids, **sampling)
+        ).result()
 
     def stream(
         self,
@@ -119,6 +121,7 @@ class Client:
         **sampling: Any,
     ) -> list[Generation]:
         """Like `generate`, awaited."""
+
         async def one(text: Any, chat: Any, ids: Any, options: dict[str, Any], num_choices: int) -> Generation:
             stream = self.astream(text, messages=chat, prompt_token_ids=ids, num_choices=num_choices, **options)
             return _last([chunk async for chunk in stream])
@@ -126,7 +129,11 @@ class Client:
         parts = _each(prompt, messages, prompt_token_ids)
         choices = each_choice(sampling)
         counts = [len(choices), *[0] * (len(choices) - 1)]
-        return list(await asyncio.gather(*(one(*part, *choice) for part in parts for choice in zip(choices, counts, strict=True))))
+        return list(
+            await asyncio.gather(
+                *(one(*part, *choice) for part in parts for choice in zip(choices, counts, strict=True))
+            )
+        )
 
     async def astream(
         self,
@@ -148,7 +155,9 @@ class Client:
         with traced(request_id, trace_origin) as trace:
             await self.text()
             # Templates, tokenizers and grammars take their time on long inputs; the streams of other requests share this loop.
-            request = await asyncio.to_thread(self._prepare, prompt, messages, prompt_token_ids, sampling, request_id, trace is not None)
+            request = await asyncio.to_thread(
+                self._prepare, prompt, messages, prompt_token_ids, sampling, request_id, trace is not None
+            )
             if trace is not None:
                 trace.asked(sampling)
             async with contextlib.aclosing(self._chunks(request, session_id, num_choices, trace, hold_s)) as chunks:
@@ -156,7 +165,12 @@ class Client:
                     yield chunk
 
     async def _chunks(
-        self, request: ResumableRequest, session_id: str, num_choices: int, trace: RequestTrace | None, hold_s: Callable[[], float]
+        self,
+        request: ResumableRequest,
+        session_id: str,
+        num_choices: int,
+        trace: RequestTrace | None,
+        hold_s: Callable[[], float],
     ) -> AsyncGenerator[GenerationChunk, None]:
         """The request's chunks, over as many attempts as it takes."""
         while not request.finished:

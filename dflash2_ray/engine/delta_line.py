@@ -71,7 +71,12 @@ class LineServer:
     async def start(self, host: str, unit: str) -> None:
         """Listen on a free port of `host`, as the unit that Serve calls `unit`. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, 0)
-        self.address = {"host": host, "port": self._server.sockets[0].getsockname()[1], "token": self._token, "unit": unit}
+        self.address = {
+            "host": host,
+            "port": self._server.sockets[0].getsockname()[1],
+            "token": self._token,
+            "unit": unit,
+        }
 
     def tell(self) -> None:
         """Send all fronts the notice, because it changed."""

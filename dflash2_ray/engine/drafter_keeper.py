@@ -26,7 +26,9 @@ _STABLE_S = 60.0  # a drafter that lived so long starts the pauses anew
 class DrafterKeeper:
     """`address`: where the present drafter listens, None while there is none. `on_address` is called with every new one."""
 
-    def __init__(self, config: ServiceConfig, placement: UnitPlacement, on_address: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, config: ServiceConfig, placement: UnitPlacement, on_address: Callable[[dict[str, Any]], None]
+    ) -> None:
         assert placement.drafter_bundle is not None, "only a separate drafter is kept"
         self.address: dict[str, Any] | None = None
         self.num_restarts = 0

@@ -103,7 +103,9 @@ class Lines:
 class _FrontLine:
     """A front's end of one line. on_notice: called with the unit's `Places.notice` when it changed; on_end: when the unit has hung up."""
 
-    def __init__(self, channel: AsyncChannel, on_notice: Callable[[Item | None], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: AsyncChannel, on_notice: Callable[[Item | None], None], on_end: Callable[[], None]
+    ) -> None:
         self._channel = channel
         self._on_notice, self._on_end = on_notice, on_end
         self._inboxes: dict[str, Inbox] = {}

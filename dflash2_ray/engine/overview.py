@@ -44,11 +44,18 @@ async def overview(handle: Any, timeout_s: float) -> dict[str, Any]:
     serving = [unit for unit in units if unit["state"] == _SERVING]
     missing = [f"{_name(unit)}: {unit['why']}" for unit in units if unit["state"] != _SERVING]
     if said["deployment"] != "UPSCALING":  # more than there were is not less than there should be
-        missing += [f"{count} of the units: {state.lower()}" for state, count in said["units"].items() if state not in ("RUNNING", "STOPPING")]
+        missing += [
+            f"{count} of the units: {state.lower()}"
+            for state, count in said["units"].items()
+            if state not in ("RUNNING", "STOPPING")
+        ]
     degraded = missing + [f"{_name(unit)}: no {part}" for unit in serving for part in unit["degraded"]]
     why = "; ".join(degraded) or None
     if not serving:
-        why = "; ".join(part for part in (why, said["message"]) if part) or f"no unit runs in application {handle.app_name!r}"
+        why = (
+            "; ".join(part for part in (why, said["message"]) if part)
+            or f"no unit runs in application {handle.app_name!r}"
+        )
     return {
         "status": "not ready" if not serving else "degraded" if degraded else "ready",
         "why": why,
@@ -68,7 +75,9 @@ async def _ask_units(handle: Any, timeout_s: float) -> list[dict[str, Any]]:
     response = handle.broadcast("overview")
     try:
         async with asyncio.timeout(timeout_s):
-            calls: Sequence[Any] = await response._fetch_replica_results_async()  # its public form loses all answers when one is late
+            calls: Sequence[
+                Any
+            ] = await response._fetch_replica_results_async()  # its public form loses all answers when one is late
     except (TimeoutError, *_NO_UNIT):
         return []
     asked = [asyncio.ensure_future(call.get_async()) for call in calls]
@@ -77,7 +86,10 @@ async def _ask_units(handle: Any, timeout_s: float) -> list[dict[str, Any]]:
     _, late = await asyncio.wait(asked, timeout=timeout_s)
     for one in late:
         one.cancel()
-    rows = [_row(one, timeout_s) if one not in late else unit_row(None, f"no answer within {timeout_s:g} s") for one in asked]
+    rows = [
+        _row(one, timeout_s) if one not in late else unit_row(None, f"no answer within {timeout_s:g} s")
+        for one in asked
+    ]
     return sorted(rows, key=lambda row: (row.get("unit") is None, row.get("unit")))
 
 

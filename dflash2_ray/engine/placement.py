@@ -99,7 +99,9 @@ def parse_cluster(text: str) -> list[NodeFacts]:
         name, sign, count = head.rpartition("=")
         name = name if sign else f"node{index}"
         if not count.isdecimal() or not name:
-            raise ConfigError(f"placement: expected NAME=GPUS or GPUS for every node, separated by commas, got {part!r}")
+            raise ConfigError(
+                f"placement: expected NAME=GPUS or GPUS for every node, separated by commas, got {part!r}"
+            )
         nodes.append(NodeFacts(name, int(count), read_labels(pairs)))
     return nodes
 
@@ -120,8 +122,10 @@ def map_gpus(config: ServiceConfig, nodes: Sequence[NodeFacts]) -> list[GpuSeat]
         pickiest_first = sorted(_roles(placement).items(), key=lambda one: (not placement.labels[one[0]], -len(one[1])))
         for bundle, roles in pickiest_first:
             fitting = [
-                node for node in nodes
-                if node.num_gpus - taken[node.name] >= len(roles) and placement.labels[bundle].items() <= node.labels.items()
+                node
+                for node in nodes
+                if node.num_gpus - taken[node.name] >= len(roles)
+                and placement.labels[bundle].items() <= node.labels.items()
             ]
             if not fitting:
                 raise ConfigError(_too_few(unit, roles, placement.labels[bundle], nodes, seats))

@@ -18,7 +18,9 @@ from dflash2_ray.errors import UnitLost
 from dflash2_ray.runtime.channel import AsyncChannel, ChannelClosed
 
 _PING_PERIOD_S = 1.0
-_SILENCE_S = 10.0  # a rank 0 that answers no ping for so long is stopped or starved: its reading thread does nothing else
+_SILENCE_S = (
+    10.0  # a rank 0 that answers no ping for so long is stopped or starved: its reading thread does nothing else
+)
 Item = dict[str, Any]
 
 
@@ -62,7 +64,9 @@ class RankGroup:
             rank.call("load", self._config, index, len(self.ranks), rendezvous) for index, rank in enumerate(self.ranks)
         ]
         names = [f"target rank {index}" for index in range(len(self.ranks))] if len(self.ranks) > 1 else ["target"]
-        await asyncio.gather(*(rank.finish(load, name) for rank, load, name in zip(self.ranks, loads, names, strict=True)))
+        await asyncio.gather(
+            *(rank.finish(load, name) for rank, load, name in zip(self.ranks, loads, names, strict=True))
+        )
         self._watch(self.ranks[1:], first_rank=1)
         address = None if drafter_address is None else await drafter_address
         start = dict(await self.ranks[0].finish(self.ranks[0].call("warm_up", self._config, address), names[0]))
@@ -147,7 +151,9 @@ class RankGroup:
                 await asyncio.sleep(_PING_PERIOD_S)
                 age = self.pulse.get("step_age_s") or 0.0
                 if age > self._config.step_timeout_s:
-                    self._lose(f"a step has run for {age:.0f} s, longer than step_timeout_s={self._config.step_timeout_s:g}")
+                    self._lose(
+                        f"a step has run for {age:.0f} s, longer than step_timeout_s={self._config.step_timeout_s:g}"
+                    )
                 elif loop.time() - self._heard > _SILENCE_S:
                     self._lose(f"target rank 0 has answered nothing for {_SILENCE_S:.0f} s")
 

@@ -19,7 +19,9 @@ class RayMirror:
         for one in MEASURES:
             tags = (*COMMON_LABELS, "application", *one.labels)
             if one.kind == "histogram":
-                self._metrics[one.key] = metrics.Histogram(one.ray_name, one.text, boundaries=list(one.bounds), tag_keys=tags)
+                self._metrics[one.key] = metrics.Histogram(
+                    one.ray_name, one.text, boundaries=list(one.bounds), tag_keys=tags
+                )
             else:
                 kind = metrics.Counter if one.kind == "counter" else metrics.Gauge
                 self._metrics[one.key] = kind(one.ray_name, one.text, tag_keys=tags)
@@ -30,7 +32,9 @@ class RayMirror:
         for one in MEASURES:
             if one.kind == "histogram":
                 counts = [int(growth.get(f"{one.key}/{index}", 0)) for index in range(len(one.bounds) + 1)]
-                for value, count in zip(values_in(one.bounds, counts, growth.get(f"{one.key}/sum", 0.0)), counts, strict=True):
+                for value, count in zip(
+                    values_in(one.bounds, counts, growth.get(f"{one.key}/sum", 0.0)), counts, strict=True
+                ):
                     for _ in range(count):
                         self._metrics[one.key].observe(value, tags)
                 continue

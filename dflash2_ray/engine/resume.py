@@ -62,7 +62,9 @@ class ResumableRequest:
 
     def lost(self, error: DFlash2Error) -> float:
         """Note a loss; seconds to wait before the next attempt. Raises `error` when it is final or the time is over."""
-        resumable = isinstance(error, (UnitLost, Stopping)) or (isinstance(error, Overloaded) and self._lost_at is not None)
+        resumable = isinstance(error, (UnitLost, Stopping)) or (
+            isinstance(error, Overloaded) and self._lost_at is not None
+        )
         if not resumable:
             raise error
         now = self._clock()

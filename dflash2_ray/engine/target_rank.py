@@ -14,7 +14,9 @@ from dflash2_ray.config import ServiceConfig
 from dflash2_ray.core.log_lines import write_logs
 from dflash2_ray.engine.worker_actor import WorkerActor
 
-PROBE_TEXT = "Write a Python function that returns the first ten prime numbers, and explain in a few words how it works."
+PROBE_TEXT = (
+    "Write a Python function that returns the first ten prime numbers, and explain in a few words how it works."
+)
 
 
 class TargetRank(WorkerActor):
@@ -39,7 +41,10 @@ class TargetRank(WorkerActor):
         self._store = host_store(host, size, timeout_s)
         self._listener = Listener(host, secrets.token_hex(16))
         return {
-            "generation": generation, "host": host, "store_port": self._store.port, "channel": dict(self._listener.address),
+            "generation": generation,
+            "host": host,
+            "store_port": self._store.port,
+            "channel": dict(self._listener.address),
             "timeout_s": timeout_s,
         }
 
@@ -76,8 +81,13 @@ class TargetRank(WorkerActor):
         timeout_s = rendezvous["timeout_s"]
         store = self._store or join_store(rendezvous["host"], rendezvous["store_port"], size, timeout_s)
         return RankGroupLink(
-            store, rank=rank, size=size, host=ray.util.get_node_ip_address(), device=device,
-            generation=rendezvous["generation"], timeout_s=timeout_s,
+            store,
+            rank=rank,
+            size=size,
+            host=ray.util.get_node_ip_address(),
+            device=device,
+            generation=rendezvous["generation"],
+            timeout_s=timeout_s,
         )
 
     def warm_up(self, config: ServiceConfig, drafter_address: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,7 +19,12 @@ from dflash2_ray.core.phase_times import PhaseTimes
 
 _ASKED = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 _COUNTED = (
-    "num_spec_tokens", "num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
+    "num_spec_tokens",
+    "num_spec_steps",
+    "num_plain_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "mean_acceptance_length",
     "skipped_reason",
 )
 
@@ -140,7 +145,9 @@ def _start(request_id: str, origin: TraceOrigin | None) -> RequestTrace | None:
     span = tracer.start_span(f"{operation} {origin.model}" if origin else operation, context=parent, kind=kind)
     if not span.is_recording():
         return None
-    span.set_attributes({"gen_ai.provider.name": "dflash2_ray", "gen_ai.operation.name": operation, "dflash2.request_id": request_id})
+    span.set_attributes(
+        {"gen_ai.provider.name": "dflash2_ray", "gen_ai.operation.name": operation, "dflash2.request_id": request_id}
+    )
     if origin:
         span.set_attribute("gen_ai.request.model", origin.model)
     return RequestTrace(api, tracer, span)

@@ -51,10 +51,17 @@ class Unit:
         self.config = self._deployed = config
         self._placement = placement
         self._streams: dict[str, Mailbox] = {}
-        self._places = Places(config.max_num_seqs + config.max_queued_requests, config.max_queued_tokens, on_change=lambda: self._lines.tell())
+        self._places = Places(
+            config.max_num_seqs + config.max_queued_requests,
+            config.max_queued_tokens,
+            on_change=lambda: self._lines.tell(),
+        )
         self._lines = LineServer(
-            self._take, self._hang_up, lambda request_id, num_tokens: self._accounts.book.stopped(request_id, num_tokens),
-            self._places.refused_elsewhere, self._places.notice,
+            self._take,
+            self._hang_up,
+            lambda request_id, num_tokens: self._accounts.book.stopped(request_id, num_tokens),
+            self._places.refused_elsewhere,
+            self._places.notice,
         )
         self._serving = asyncio.Event()
         self._failed: str | None = None
@@ -78,10 +85,14 @@ class Unit:
         self.facts = self._group.facts
         self._target_folder = Path(self._group.target_folder)
         self._accounts = UnitAccounts(config, self.facts)
-        self._reporter = UnitReporter(bookkeeper, self._count, _own_index, RayMirror(serve.get_replica_context().app_name).tell)
+        self._reporter = UnitReporter(
+            bookkeeper, self._count, _own_index, RayMirror(serve.get_replica_context().app_name).tell
+        )
         self._serving.set()
         await self._reporter.start()
-        self._tasks = [asyncio.create_task(work) for work in (self._supervise(), self._watch_drafter(), self._reporter.run())]
+        self._tasks = [
+            asyncio.create_task(work) for work in (self._supervise(), self._watch_drafter(), self._reporter.run())
+        ]
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -114,7 +125,9 @@ class Unit:
                 yield {"line": self._lines.address}
                 await mailbox.decided(TAKE_TIMEOUT_S)
             while not finished:
-                item = merge_items([await mailbox.get(), *mailbox.waiting()])  # the caller may be slower than the engine
+                item = merge_items(
+                    [await mailbox.get(), *mailbox.waiting()]
+                )  # the caller may be slower than the engine
                 finished = ends(item)
                 if mailbox.line is None:
                     yield item
@@ -172,7 +185,9 @@ class Unit:
             reason = await self._group.lost
             since = time.monotonic()
             self._serving.clear()
-            failure_log.error("target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams), kind=reason)
+            failure_log.error(
+                "target ranks lost: %s; %d requests go on when they are back", reason, len(self._streams), kind=reason
+            )
             self._accounts.note(self._group)
             for request_id, mailbox in self._streams.items():
                 self._accounts.book.close(request_id, None)
@@ -184,7 +199,9 @@ class Unit:
             self._last_rebuild_s = time.monotonic() - since
             self._serving.set()
             self._tune()  # these ranks were built before the newest change, perhaps
-            logger.info("target ranks are back after %.1f s (generation %d)", self._last_rebuild_s, self._group.generation)
+            logger.info(
+                "target ranks are back after %.1f s (generation %d)", self._last_rebuild_s, self._group.generation
+            )
 
     async def _rebuild(self, reason: str) -> bool:
         """Start generations until one serves; False when the unit gives up and Serve has to replace it."""
@@ -250,7 +267,9 @@ class Unit:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve asks every unit for where their number follows the load."""
         usage = float(self._group.pulse.get("kv_usage") or 0.0)
-        return reported(UnitLoad(self._places.queue_wait_s, usage, self._places.num_requests / self.config.max_num_seqs))
+        return reported(
+            UnitLoad(self._places.queue_wait_s, usage, self._places.num_requests / self.config.max_num_seqs)
+        )
 
     async def check_health(self) -> None:
         """Serve's health check: a unit that gave up is replaced; one that rebuilds itself is left alone."""
@@ -311,7 +330,11 @@ class Unit:
 
     async def text_files(self) -> dict[str, bytes]:
         """The target's tokenizer and template files, for fronts on nodes that do not hold the checkpoint."""
-        files = {name: (self._target_folder / name).read_bytes() for name in TEXT_FILES if (self._target_folder / name).is_file()}
+        files = {
+            name: (self._target_folder / name).read_bytes()
+            for name in TEXT_FILES
+            if (self._target_folder / name).is_file()
+        }
         if self.config.chat_template is not None:
             files["chat_template.override"] = Path(self.config.chat_template).read_bytes()
         return files

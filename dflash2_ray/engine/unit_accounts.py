@@ -41,7 +41,9 @@ class UnitAccounts:
         """The last word of ranks that are lost."""
         self._generations.note(group.generation, group.pulse.get("numbers") or {})
 
-    async def count(self, group: RankGroup, keeper: DrafterKeeper | None, places: Places, *, serving: bool, num_rebuilds: int) -> Count:
+    async def count(
+        self, group: RankGroup, keeper: DrafterKeeper | None, places: Places, *, serving: bool, num_rebuilds: int
+    ) -> Count:
         """For the unit's reporter."""
         pulse = await group.fresh_pulse(_PULSE_S) if serving else group.pulse
         self.note(group)
@@ -61,7 +63,9 @@ class UnitAccounts:
         if keeper is not None:
             gauges["rank_up/drafter/0"] = int(keeper.address is not None)
         if self._config.wants_drafter:
-            apart = keeper is not None and not (keeper.address is not None and (pulse.get("drafter") or {}).get("connected"))
+            apart = keeper is not None and not (
+                keeper.address is not None and (pulse.get("drafter") or {}).get("connected")
+            )
             gauges["spec_active"] = int(serving and not apart)
         return numbers, gauges | self._sglang(numbers), self._facts
 

@@ -76,7 +76,16 @@ class UnitReporter:
         number, engine, growth = self._pending
         answer = await self._call(
             "report",
-            {"source": self._source, "engine": engine, "number": number, "growth": growth, "facts": facts, "gauges": gauges, "round": round_, "last": last},
+            {
+                "source": self._source,
+                "engine": engine,
+                "number": number,
+                "growth": growth,
+                "facts": facts,
+                "gauges": gauges,
+                "round": round_,
+                "last": last,
+            },
         )
         if answer["version"] < self._copy.version:
             await self._call("join", self._copy.state())

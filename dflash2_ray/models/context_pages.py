@@ -13,10 +13,19 @@ class ContextPages:
     """rows [num_pages * page_size, L, 2, K, D]: positions of a context lie as `page_slots` says."""
 
     def __init__(
-        self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
         self.page_size = page_size
-        self.rows = torch.zeros(num_pages * page_size, num_layers, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.rows = torch.zeros(
+            num_pages * page_size, num_layers, 2, num_kv_heads, head_dim, dtype=dtype, device=device
+        )
         self.free_pages = list(range(num_pages - 1, -1, -1))
 
 

@@ -55,7 +55,8 @@ class Draft:
 def draw_rules(temperatures: Sequence[float], matching: Sequence[bool]) -> list[int]:
     """How each request draws (`selector_walk`): GREEDY below 1e-5, else by the RACE that its target runs too, or DRAW, from a q of its own."""
     return [
-        GREEDY if temperature < GREEDY_BELOW else RACE if own else DRAW for temperature, own in zip(temperatures, matching, strict=True)
+        GREEDY if temperature < GREEDY_BELOW else RACE if own else DRAW
+        for temperature, own in zip(temperatures, matching, strict=True)
     ]
 
 
@@ -82,7 +83,9 @@ class _GroupedConv(nn.Module):
 class _DraftLayer(nn.Module):
     """One Qwen3-shaped layer over block rows [R * B, H]."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], index: int, config: DrafterConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], index: int, config: DrafterConfig, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         prefix = f"layers.{index}"
         self.config, self.index, self.attention = config, index, config.attention[index]
@@ -102,9 +105,7 @@ class _DraftLayer(nn.Module):
             self.attention_conv = _GroupedConv(tensors, f"{prefix}.attention_conv", config.conv_group_size)
             self.mlp_conv = _GroupedConv(tensors, f"{prefix}.mlp_conv", config.conv_group_size)
 
-    def forward(
-        self, x: torch.Tensor, width: int, rotary: Rotary, blocks: "_Blocks"
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, width: int, rotary: Rotary, blocks: "_Blocks") -> torch.Tensor:
         config = self.config
         eps = config.rms_norm_eps
         u = rms_norm(x, self.input_norm, eps)
@@ -182,7 +183,9 @@ class _BufferedBlocks:
             own = slice(r * rows, (r + 1) * rows)
             context.write_block(layer.index, block[own])
             keys, values, first = context.view(layer.index, rows)
-            folded = query[own].view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+            folded = (
+                query[own].view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
+            )
             scores = torch.bmm(folded, keys.permute(1, 2, 0)).float()
             bias = self._biases.get(layer.attention, context.num_committed, first, keys.shape[0])
             if bias is not None:
@@ -230,10 +233,14 @@ class _CandidateSelector(nn.Module):
         self.successor_codebook = tensors["candidate_selector.successor_codebook"]
         self.hidden_projection = PackedLinear(tensors["candidate_selector.hidden_projection.weight"])
 
-    def lattice(self, hidden: torch.Tensor, unary: torch.Tensor, candidates: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    def lattice(
+        self, hidden: torch.Tensor, unary: torch.Tensor, candidates: torch.Tensor, anchors: torch.Tensor
+    ) -> torch.Tensor:
         """hidden [R, S, H], unary and candidates [R, S, C], anchors [R] → scores [R, S, C (predecessor), C]."""
         projected = self.project(hidden)
-        return selector_lattice(unary, candidates, projected, self.predecessor_codebook, self.successor_codebook, anchors)
+        return selector_lattice(
+            unary, candidates, projected, self.predecessor_codebook, self.successor_codebook, anchors
+        )
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, S, H] → [R, S, r]."""
@@ -244,8 +251,14 @@ class Drafter:
     """Build with `load_drafter`. Holds no request; contexts are handed in."""
 
     def __init__(
-        self, config: DrafterConfig, tensors: Mapping[str, torch.Tensor], share: TargetShare, rotary: RotaryTables,
-        mask_embedding: torch.Tensor | None, dtype: torch.dtype, device: str,
+        self,
+        config: DrafterConfig,
+        tensors: Mapping[str, torch.Tensor],
+        share: TargetShare,
+        rotary: RotaryTables,
+        mask_embedding: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
         self.config = config
         self.device = device
@@ -256,14 +269,19 @@ class Drafter:
         self.candidate_selector = _CandidateSelector(tensors) if config.is_dflash2 else None
         self._context_kv = _context_projection(tensors, config)
         self._context_norms = torch.stack(
-            [tensors[f"layers.{i}.self_attn.k_norm.weight"].expand(config.num_kv_heads, -1) for i in range(config.num_layers)]
+            [
+                tensors[f"layers.{i}.self_attn.k_norm.weight"].expand(config.num_kv_heads, -1)
+                for i in range(config.num_layers)
+            ]
         ).to(dtype)
         self._rotary = rotary
         self._mask_embedding = mask_embedding
         self._embedding = _own_or_shared(tensors, "embed_tokens.weight", share.embedding, share.vocab_size)
         self.owns_head, self._head = _head(config, tensors, share)
         self._target_ids = _target_ids(config, tensors, share.vocab_size)
-        self.num_candidates = config.selector_top_k or min(DFLASH1_CANDIDATES, share.vocab_size, config.draft_vocab_size)
+        self.num_candidates = config.selector_top_k or min(
+            DFLASH1_CANDIDATES, share.vocab_size, config.draft_vocab_size
+        )
 
     # ---- context ------------------------------------------------------------------------------------------------
 
@@ -320,7 +338,9 @@ class Drafter:
         return self.run_block(ids, positions, num_positions, _BufferedBlocks(contexts, rows, self.device))
 
     @torch.inference_mode()
-    def run_block(self, ids: torch.Tensor, positions: torch.Tensor, num_positions: int, blocks: _Blocks) -> torch.Tensor:
+    def run_block(
+        self, ids: torch.Tensor, positions: torch.Tensor, num_positions: int, blocks: _Blocks
+    ) -> torch.Tensor:
         """ids [R, B], positions [R * B] below num_positions → hidden states behind the final norm of rows 1 … B - 1: [R, S, H]."""
         config, rows = self.config, ids.shape[1]
         x = F.embedding(ids, self._embedding).to(self.activations)
@@ -372,14 +392,20 @@ class Drafter:
         divisor = torch.tensor([max(t, GREEDY_BELOW) for t in temperatures], dtype=torch.float32, device=self.device)
         unary, ids = self.candidates(hidden)
         if self.candidate_selector is not None:
-            scores = self.candidate_selector.lattice(hidden, unary, ids, torch.tensor(list(anchors), device=self.device))
+            scores = self.candidate_selector.lattice(
+                hidden, unary, ids, torch.tensor(list(anchors), device=self.device)
+            )
         else:
             scores = unary[:, :, None]  # every slot for itself: one row, whatever came before
         exponentials = None
         if RACE in rules:
             assert token_noise is not None, "matching requests need noise of their candidates"
-            exponentials = token_noise(ids[torch.tensor([r for r, rule in enumerate(rules) if rule == RACE], device=self.device)])
-        path, probs = walk_lattice(scores, divisor, rules, None if uniforms is None else uniforms.to(self.device), exponentials)
+            exponentials = token_noise(
+                ids[torch.tensor([r for r, rule in enumerate(rules) if rule == RACE], device=self.device)]
+            )
+        path, probs = walk_lattice(
+            scores, divisor, rules, None if uniforms is None else uniforms.to(self.device), exponentials
+        )
         tokens = ids.gather(-1, path[:, :, None])[:, :, 0].tolist()
         if probs is None or DRAW not in rules:
             return Draft(tokens, None, None)
@@ -387,7 +413,13 @@ class Drafter:
 
     @torch.inference_mode()
     def walk(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, temperatures: torch.Tensor, rules: torch.Tensor, seeds: torch.Tensor, bases: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        temperatures: torch.Tensor,
+        rules: torch.Tensor,
+        seeds: torch.Tensor,
+        bases: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Head and walk, by kernels: hidden [R, S, H], the rest [R] as `selector_walk` wants it → (tokens [R, S], candidate ids and
         their realised q [R, S, C])."""
@@ -436,8 +468,11 @@ def _rotary_module(config: DrafterConfig) -> PlainRotary:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # scaled frequencies are that library's
 
         shape = Qwen3Config(
-            hidden_size=config.hidden_size, num_attention_heads=config.num_heads, head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope),
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope),
         )
         return PlainRotary(*ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](shape))
     except (KeyError, ValueError, TypeError) as error:
@@ -483,7 +518,9 @@ def _mask_embedding(folder: Path, config: DrafterConfig, dtype: torch.dtype, dev
         raise CheckpointError(f"{path}: mask_token_id: expected {config.mask_token_id}, got {stored['mask_token_id']}")
     row = stored.get("embedding")
     if not isinstance(row, torch.Tensor) or row.numel() != config.hidden_size:
-        raise CheckpointError(f"{path}: embedding: expected {config.hidden_size} values, got {getattr(row, 'shape', row)}")
+        raise CheckpointError(
+            f"{path}: embedding: expected {config.hidden_size} values, got {getattr(row, 'shape', row)}"
+        )
     return row.reshape(-1).to(device, dtype)
 
 
@@ -503,7 +540,11 @@ def _head(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], share: Tar
         return False, share.head
     mapped = config.draft_vocab_size != config.vocab_size
     rows = config.draft_vocab_size if mapped else share.vocab_size
-    if not mapped and share.head_weight is not None and torch.equal(own[:rows].float(), share.head_weight[:rows].float()):
+    if (
+        not mapped
+        and share.head_weight is not None
+        and torch.equal(own[:rows].float(), share.head_weight[:rows].float())
+    ):
         logger.info("the drafter's head equals the target's and is shared")
         return False, share.head
     logger.info("the drafter keeps its own head")
@@ -518,5 +559,7 @@ def _target_ids(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], voca
     ids = torch.arange(config.draft_vocab_size, device=tensors["d2t"].device) + tensors["d2t"].to(torch.int64)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        raise CheckpointError(f"drafter: tensor d2t: expected ids of the target vocabulary of {vocab_size}, got ids {low} to {high}")
+        raise CheckpointError(
+            f"drafter: tensor d2t: expected ids of the target vocabulary of {vocab_size}, got ids {low} to {high}"
+        )
     return ids

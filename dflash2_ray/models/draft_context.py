@@ -117,6 +117,8 @@ def append_all(contexts: Sequence[DraftContext], rows: torch.Tensor, counts: lis
             context.append(own)
         return
     places = [
-        place for context, own, count in zip(contexts, rows.split(counts), counts, strict=True) for place in context.places(own, count)
+        place
+        for context, own, count in zip(contexts, rows.split(counts), counts, strict=True)
+        for place in context.places(own, count)
     ]
     torch._foreach_copy_([where for where, _ in places], [what for _, what in places])

@@ -85,7 +85,9 @@ def validate_drafter(
 
     Raises CheckpointError: which tensor or key, expected, got.
     """
-    _check_against_target(config, files, target_hidden_size, target_num_layers, target_vocab_size, target_embedding_rows)
+    _check_against_target(
+        config, files, target_hidden_size, target_num_layers, target_vocab_size, target_embedding_rows
+    )
     expected = expected_shapes(config)
     stored = {normal_name(name): shape for name, shape in files.shapes.items()}
     for name, shape in expected.items():
@@ -99,8 +101,14 @@ def validate_drafter(
         if name in expected or _IGNORED.match(name):
             continue
         if name not in _OPTIONAL:
-            hint = " (DFlash 2 tensors, but the config says DFlash 1)" if re.search(r"_conv\.|candidate_selector", name) else ""
-            raise CheckpointError(f"drafter {files.folder}: tensor {name} {list(shape)} has no place in {config.architecture}{hint}")
+            hint = (
+                " (DFlash 2 tensors, but the config says DFlash 1)"
+                if re.search(r"_conv\.|candidate_selector", name)
+                else ""
+            )
+            raise CheckpointError(
+                f"drafter {files.folder}: tensor {name} {list(shape)} has no place in {config.architecture}{hint}"
+            )
     _check_optional(config, files, stored, target_vocab_size)
 
 
@@ -109,16 +117,24 @@ def _check_against_target(
 ) -> None:
     where = f"drafter {files.folder}: wrong drafter for this target: "
     if config.target_hidden_size != hidden:
-        raise CheckpointError(f"{where}it was trained on features of width {config.target_hidden_size}, the target's are {hidden}")
+        raise CheckpointError(
+            f"{where}it was trained on features of width {config.target_hidden_size}, the target's are {hidden}"
+        )
     if config.num_target_layers is not None and config.num_target_layers != num_layers:
-        raise CheckpointError(f"{where}num_target_layers is {config.num_target_layers}, the target has {num_layers} layers")
+        raise CheckpointError(
+            f"{where}num_target_layers is {config.num_target_layers}, the target has {num_layers} layers"
+        )
     if max(config.taps) >= num_layers:
         raise CheckpointError(f"{where}it taps layer {max(config.taps)}, the target has layers 0 … {num_layers - 1}")
     own_ends = {"embed_tokens.weight", "lm_head.weight"} <= {normal_name(name) for name in files.shapes}
     if config.hidden_size != hidden and not own_ends:
-        raise CheckpointError(f"{where}its hidden size is {config.hidden_size}, the target's embedding has width {hidden}")
+        raise CheckpointError(
+            f"{where}its hidden size is {config.hidden_size}, the target's embedding has width {hidden}"
+        )
     if config.mask_token_id >= embedding_rows:
-        raise CheckpointError(f"{where}mask_token_id {config.mask_token_id} is beyond the target's {embedding_rows} embedding rows")
+        raise CheckpointError(
+            f"{where}mask_token_id {config.mask_token_id} is beyond the target's {embedding_rows} embedding rows"
+        )
     if config.vocab_size < vocab_size:
         raise CheckpointError(f"{where}its vocabulary has {config.vocab_size} entries, the target's {vocab_size}")
 
@@ -130,10 +146,15 @@ def _check_optional(
     head = stored.get("lm_head.weight")
     own_map = config.draft_vocab_size != config.vocab_size
     if own_map and ("d2t" not in stored or head is None):
-        raise CheckpointError(f"{where}d2t and lm_head.weight are needed with draft_vocab_size {config.draft_vocab_size}")
+        raise CheckpointError(
+            f"{where}d2t and lm_head.weight are needed with draft_vocab_size {config.draft_vocab_size}"
+        )
     if "d2t" in stored and stored["d2t"] != (config.draft_vocab_size,):
         raise CheckpointError(f"{where}d2t: expected shape {[config.draft_vocab_size]}, got {list(stored['d2t'])}")
-    for name, least in (("lm_head.weight", config.draft_vocab_size if own_map else target_vocab_size), ("embed_tokens.weight", target_vocab_size)):
+    for name, least in (
+        ("lm_head.weight", config.draft_vocab_size if own_map else target_vocab_size),
+        ("embed_tokens.weight", target_vocab_size),
+    ):
         shape = stored.get(name)
         if shape is not None and (len(shape) != 2 or shape[0] < least or shape[1] != config.hidden_size):
             raise CheckpointError(f"{where}{name}: expected shape {[least, config.hidden_size]}, got {list(shape)}")

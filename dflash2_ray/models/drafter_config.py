@@ -75,7 +75,9 @@ class DrafterConfig:
 
     def as_facts(self) -> DrafterFacts:
         """The part that resolving a configuration needs."""
-        layer = self.hidden_size * (2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * self.intermediate_size)
+        layer = self.hidden_size * (
+            2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * self.intermediate_size
+        )
         convs = 0
         if self.is_dflash2:
             groups = self.hidden_size // self.conv_group_size
@@ -139,7 +141,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     if speculators:
         backbone = raw.get("transformer_layer_config")
         if not isinstance(backbone, dict):
-            raise CheckpointError(f"drafter {folder}: config key transformer_layer_config: expected an object, got {backbone!r}")
+            raise CheckpointError(
+                f"drafter {folder}: config key transformer_layer_config: expected an object, got {backbone!r}"
+            )
         keys, shape = _Keys(folder, raw), _Keys(folder, backbone)
     else:
         method = raw.get("dflash_config")
@@ -165,7 +169,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         raise keys.error(f"config key hidden_act: expected 'silu', got {activation!r}")
     num_kv_heads = shape.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
-        raise keys.error(f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})")
+        raise keys.error(
+            f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
     cap = keys.number("final_logit_softcapping", 0.0)
     return DrafterConfig(
         name=display_name(folder),
@@ -211,7 +217,9 @@ def _architecture(raw: Mapping[str, Any], keys: _Keys, speculators: bool) -> tup
         return ("DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"), kind == "dflash2"
     known = [name for name in names if name in _DFLASH1 | _DFLASH2]
     if not known:
-        raise keys.error(f"architectures: expected one of {', '.join(sorted(_DFLASH1 | _DFLASH2))}, got {names!r}; is this a drafter?")
+        raise keys.error(
+            f"architectures: expected one of {', '.join(sorted(_DFLASH1 | _DFLASH2))}, got {names!r}; is this a drafter?"
+        )
     dflash2 = known[0] in _DFLASH2
     if not dflash2:
         for name in _DFLASH2_KEYS:
@@ -222,11 +230,15 @@ def _architecture(raw: Mapping[str, Any], keys: _Keys, speculators: bool) -> tup
 
 def _refuse_variants(keys: _Keys) -> None:
     if keys.get("sample_from_anchor", False):
-        raise keys.error("sample_from_anchor=true (the drafter's row j predicts position j + 1) is another layout; expected false")
+        raise keys.error(
+            "sample_from_anchor=true (the drafter's row j predicts position j + 1) is another layout; expected false"
+        )
     if keys.get("use_aux_hidden_state", True) is False:
         raise keys.error("use_aux_hidden_state=false (no `fc`) is not offered; expected true")
     if keys.get("quantization_config"):
-        raise keys.error("config key quantization_config: quantized weights are not offered; expected bfloat16 or float32")
+        raise keys.error(
+            "config key quantization_config: quantized weights are not offered; expected bfloat16 or float32"
+        )
     projector = keys.get("projector_type")
     if projector not in (None, "dflash", "dflash2", "linear"):
         raise keys.error(f"config key projector_type: {projector!r} is another drafter family; expected none")
@@ -257,8 +269,14 @@ def _check_proposal_method(keys: _Keys, raw: Mapping[str, Any], block: int) -> N
 def _taps(keys: _Keys, speculators: bool) -> tuple[int, ...]:
     name = "aux_hidden_state_layer_ids" if speculators else "target_layer_ids"
     ids = keys.get(name)
-    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise keys.error(f"config key {name}: expected a list of target layers, got {ids!r}; guessing it would ruin acceptance")
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
+    ):
+        raise keys.error(
+            f"config key {name}: expected a list of target layers, got {ids!r}; guessing it would ruin acceptance"
+        )
     taps = tuple(one - 1 for one in ids) if speculators else tuple(ids)
     if min(taps) < -1:
         raise keys.error(f"config key {name}: expected layer ids from -1 (embeddings), got {ids}")
@@ -287,7 +305,11 @@ def _rope(keys: _Keys, shape: _Keys, backbone: Mapping[str, Any]) -> dict[str, A
     rope.setdefault("rope_theta", shape.get("rope_theta", 1_000_000.0))
     for name in [key for key in rope if key.startswith("mrope") or key in ("partial_rotary_factor", "type")]:
         if name != "type":
-            logger.warning("drafter rope key %s=%r is ignored: DFlash drafters rotate the whole head by plain positions", name, rope[name])
+            logger.warning(
+                "drafter rope key %s=%r is ignored: DFlash drafters rotate the whole head by plain positions",
+                name,
+                rope[name],
+            )
         del rope[name]
     if shape.get("partial_rotary_factor", 1.0) != 1.0:
         logger.warning("drafter key partial_rotary_factor is ignored: DFlash drafters rotate the whole head")

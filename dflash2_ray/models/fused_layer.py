@@ -20,8 +20,15 @@ from dflash2_ray.models.rotary import Rotary
 from dflash2_ray.models.tensor_parallel import Shard
 
 _PARTS = {
-    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-    "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
 }
 _OPTIONAL_PARTS = {"self_attn.q_norm", "self_attn.k_norm"}
 
@@ -79,9 +86,7 @@ class FusedLayer(nn.Module):
             self.head_norm = torch.cat(rows).to(activations).contiguous()
             self.head_eps = _eps(layer.self_attn.q_norm)
 
-    def forward(
-        self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, cache: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, cache: torch.Tensor) -> torch.Tensor:
         """x [P, H] → [P, H]; the first T rows are the plan's, others only pad the products. Stores keys and values."""
         num_rows = x.shape[0]
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim

@@ -80,7 +80,12 @@ def _pack(weight, bias):  # type: ignore[no-untyped-def]
         bias = None if bias is None else bias.to(weight.dtype)
         return "plain", lambda x, native: F.linear(x, weight, bias)
     bias = None if bias is None else bias.float()
-    if weight.dtype == torch.bfloat16 and weight.numel() > 0 and bf16_linear.available() and torch.get_num_threads() == 1:
+    if (
+        weight.dtype == torch.bfloat16
+        and weight.numel() > 0
+        and bf16_linear.available()
+        and torch.get_num_threads() == 1
+    ):
         packed = bf16_linear.Bf16Linear(weight, bias)
         return "avx512_bf16", lambda x, native: packed(x)
     if weight.dtype == torch.bfloat16:
@@ -195,7 +200,9 @@ def _stable_fp16_rows() -> frozenset[int]:
     whole = torch.cat([torch.ops.quantized.linear_dynamic_fp16(x[i : i + 48].contiguous(), packed) for i in (0, 48)])
     whole = torch.cat([whole, torch.ops.quantized.linear_dynamic_fp16(x[80:].contiguous(), packed)[16:]])
     return frozenset(
-        n for n in range(1, 129) if torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n].contiguous(), packed), whole[:n])
+        n
+        for n in range(1, 129)
+        if torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:n].contiguous(), packed), whole[:n])
     )
 
 

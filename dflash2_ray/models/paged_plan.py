@@ -56,16 +56,24 @@ def plan_pages(batch: AttentionBatch) -> PagedPlan:
     """Prepare one step."""
     short = [span for span in batch.spans if span.num_rows <= _SHORT]
     long = [span for span in batch.spans if span.num_rows > _SHORT]
-    return PagedPlan(batch.page_size, tuple(_launch(spans, batch.page_size, batch.slots.device) for spans in (short, long) if spans))
+    return PagedPlan(
+        batch.page_size, tuple(_launch(spans, batch.page_size, batch.slots.device) for spans in (short, long) if spans)
+    )
 
 
 def _launch(spans: Sequence[Span], page_size: int, device: torch.device) -> Launch:
     counts = [-(-span.kv_len // page_size) for span in spans]
     width = max(counts)
     size = len(spans)
-    room = -(-size // 4) * 4  # each part from a 16-byte boundary on: Triton compiles a kernel anew for pointers of another alignment
+    room = (
+        -(-size // 4) * 4
+    )  # each part from a 16-byte boundary on: Triton compiles a kernel anew for pointers of another alignment
     numbers = []
-    for column in ([span.row_start for span in spans], [span.num_rows for span in spans], [span.kv_len for span in spans]):
+    for column in (
+        [span.row_start for span in spans],
+        [span.num_rows for span in spans],
+        [span.kv_len for span in spans],
+    ):
         numbers += [*column, *([0] * (room - size))]
     for span, count in zip(spans, counts, strict=True):
         numbers += [*span.page_ids[:count], *([0] * (width - count))]

@@ -105,14 +105,20 @@ def load_target_config(folder: Path) -> Any:
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"target {folder}: transformers cannot read its config.json: {error}") from None
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise CheckpointError(f"target {folder}: model_type {config.model_type!r} is not a causal language model of transformers")
+        raise CheckpointError(
+            f"target {folder}: model_type {config.model_type!r} is not a causal language model of transformers"
+        )
     if not getattr(config, "base_model_tp_plan", None):
-        raise CheckpointError(f"target {folder}: model_type {config.model_type!r} has no base_model_tp_plan; expected a dense model with one")
+        raise CheckpointError(
+            f"target {folder}: model_type {config.model_type!r} has no base_model_tp_plan; expected a dense model with one"
+        )
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"target {folder}: quantized weights are not offered; expected bfloat16 or float32")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, key, None):
-            raise CheckpointError(f"target {folder}: mixture-of-experts models are not offered ({key}={getattr(config, key)})")
+            raise CheckpointError(
+                f"target {folder}: mixture-of-experts models are not offered ({key}={getattr(config, key)})"
+            )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise CheckpointError(
@@ -129,5 +135,7 @@ def display_name(folder: Path) -> str:
     if folder in built_in:
         return f"dflash2-{built_in[folder]}"
     parts = folder.resolve().parts
-    hub = next((part for part in parts if part.startswith("models--")), None)  # …/models--owner--name/snapshots/<commit>
+    hub = next(
+        (part for part in parts if part.startswith("models--")), None
+    )  # …/models--owner--name/snapshots/<commit>
     return hub.removeprefix("models--").replace("--", "/") if hub else folder.resolve().name

@@ -57,7 +57,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, N, T, D], key and value [1, K, T, D] → [1, T, N, D]."""
     if paged is None:
-        raise CheckpointError("target: this model does not hand its options to the attention function; it cannot be served")
+        raise CheckpointError(
+            "target: this model does not hand its options to the attention function; it cannot be served"
+        )
     if softcap is not None or s_aux is not None:
         raise CheckpointError("target: attention with soft-capped scores or sinks is not offered")
     layer = module.layer_idx
@@ -82,8 +84,15 @@ class Target:
     """See the module. Build with `load`."""
 
     def __init__(
-        self, facts: TargetFacts, model: Any, base: Any, rotary: RotaryTables, taps: Sequence[int], device: str,
-        dtype: torch.dtype, shard: Shard,
+        self,
+        facts: TargetFacts,
+        model: Any,
+        base: Any,
+        rotary: RotaryTables,
+        taps: Sequence[int],
+        device: str,
+        dtype: torch.dtype,
+        shard: Shard,
     ) -> None:
         self.facts = facts
         self.shard = shard
@@ -252,7 +261,9 @@ class Target:
             assign(table, {"weight": self.embedding.to(self.activations)})
             assign(head, {"weight": self.head_weight.to(self.activations)})
             context = self._context(batch, self.allocate_cache(1, _PROBE_ROWS))
-            expected = model(input_ids=ids[None], position_ids=rows[None], use_cache=False, paged=context).logits[0].float()
+            expected = (
+                model(input_ids=ids[None], position_ids=rows[None], use_cache=False, paged=context).logits[0].float()
+            )
             self._layers, self.taps = kept[:1], ()
             hidden, _ = self.forward(ids, rows, batch, self.allocate_cache(1, _PROBE_ROWS))
             got = self.logits(hidden)
@@ -279,7 +290,9 @@ class Target:
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         """An empty cache for `num_pages` pages of `page_size` tokens, of this rank's heads."""
         shape = (num_pages * page_size + TILE, 2, self.num_kv_heads, self.facts.head_dim)
-        return KVCache([torch.zeros(shape, dtype=self.activations, device=self.device) for _ in range(self.facts.num_layers)])
+        return KVCache(
+            [torch.zeros(shape, dtype=self.activations, device=self.device) for _ in range(self.facts.num_layers)]
+        )
 
     @torch.inference_mode()
     def forward(
@@ -288,11 +301,15 @@ class Target:
         """ids, positions [T] int64 → hidden states behind the final norm [T, H], and the tapped layer outputs side by
         side in tap order [T, F * H] (None without taps)."""
         num_rows = ids.shape[0]
-        if all(isinstance(layer, FusedLayer) for layer in self._layers):  # pad once; untouched layers pad in each product
+        if all(
+            isinstance(layer, FusedLayer) for layer in self._layers
+        ):  # pad once; untouched layers pad in each product
             spare = fast_rows(self._dtype, self.device, num_rows) - num_rows
             if spare:
                 ids, positions = nn.functional.pad(ids, (0, spare)), nn.functional.pad(positions, (0, spare))
-        hidden, features = self.forward_planned(ids, positions, self._plan(batch), max(span.kv_len for span in batch.spans), cache)
+        hidden, features = self.forward_planned(
+            ids, positions, self._plan(batch), max(span.kv_len for span in batch.spans), cache
+        )
         return hidden[:num_rows], None if features is None else features[:num_rows]
 
     @torch.inference_mode()
@@ -365,14 +382,25 @@ class _Probe:
 
     def _cache(self) -> KVCache:
         target = self._target
-        rows = torch.zeros(_PROBE_ROWS + TILE, 2, target.num_kv_heads, target.facts.head_dim, dtype=self._x.dtype, device=self._x.device)
+        rows = torch.zeros(
+            _PROBE_ROWS + TILE,
+            2,
+            target.num_kv_heads,
+            target.facts.head_dim,
+            dtype=self._x.dtype,
+            device=self._x.device,
+        )
         return KVCache([rows] * (self._index + 1))
 
     def untouched(self) -> torch.Tensor:
         groups = self._target.num_heads // self._target.num_kv_heads
-        layer_type = getattr(self._layer.self_attn, "sliding_window", None) if hasattr(self._layer, "self_attn") else None
+        layer_type = (
+            getattr(self._layer.self_attn, "sliding_window", None) if hasattr(self._layer, "self_attn") else None
+        )
         windows = {None, layer_type, getattr(self._target._model.config, "sliding_window", None)}
-        context = PagedContext(plan_attention(self._batch, windows, groups, by_row=self._target.by_row), self._cache(), {})
+        context = PagedContext(
+            plan_attention(self._batch, windows, groups, by_row=self._target.by_row), self._cache(), {}
+        )
         out = _call_untouched(self._layer, self._x, self._rows, self._tables, context)
         self.options = context.options[self._index]
         return out
@@ -437,7 +465,9 @@ def _sum_outputs(layer: nn.Module, plan: LayerPlan, shard: Shard, index: int) ->
     """Let an untouched layer's rowwise modules add up."""
     found = [name for name, module in layer.named_modules() if plan.style(name) == "rowwise" and name]
     if not found:
-        raise CheckpointError(f"target: layer {index} has no rowwise module; expected some to add up over {shard.size} ranks")
+        raise CheckpointError(
+            f"target: layer {index} has no rowwise module; expected some to add up over {shard.size} ranks"
+        )
     for name in found:
         owner, _, attribute = name.rpartition(".")
         home = layer.get_submodule(owner)
@@ -462,7 +492,9 @@ def _check_names(folder: Path, files: TensorFiles, model: Any, tied: bool) -> No
     if missing:
         raise CheckpointError(f"target {folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     extra = sorted(
-        name for name in set(files.shapes) - expected if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
+        name
+        for name in set(files.shapes) - expected
+        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
     )
     if extra:
         raise CheckpointError(

@@ -58,17 +58,28 @@ class TensorFiles:
         if index.is_file():
             for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
                 if name not in self.shapes:
-                    raise CheckpointError(f"{self.folder}: the weight index places {name} in {file}, but it is not there")
+                    raise CheckpointError(
+                        f"{self.folder}: the weight index places {name} in {file}, but it is not there"
+                    )
 
     def read(
-        self, name: str, shape: tuple[int, ...] | None = None, *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
     ) -> torch.Tensor:
         """One tensor, or a range of its rows and columns (nothing else is read), in its stored dtype. `shape`: what the whole
         must be. Raises CheckpointError."""
         if name not in self._homes:
-            raise CheckpointError(f"{self.folder}: tensor {name} is missing" + (f"; expected shape {list(shape)}" if shape else ""))
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing" + (f"; expected shape {list(shape)}" if shape else "")
+            )
         if shape is not None and self.shapes[name] != tuple(shape):
-            raise CheckpointError(f"{self.folder}: tensor {name}: expected shape {list(shape)}, got {list(self.shapes[name])}")
+            raise CheckpointError(
+                f"{self.folder}: tensor {name}: expected shape {list(shape)}, got {list(self.shapes[name])}"
+            )
         with safe_open(self._homes[name], framework="pt") as file:
             if rows is None and columns is None:
                 return file.get_tensor(name)

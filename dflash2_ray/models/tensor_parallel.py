@@ -87,7 +87,9 @@ class LayerPlan:
 
     def __init__(self, plan: Mapping[str, str] | None, shard: Shard, num_kv_heads: int, head_dim: int) -> None:
         if shard.size > 1 and not plan:
-            raise CheckpointError("target: expected a model with a base_model_tp_plan for several ranks, got one without")
+            raise CheckpointError(
+                "target: expected a model with a base_model_tp_plan for several ranks, got one without"
+            )
         self._plan = {key.removeprefix("layers.*."): style for key, style in (plan or {}).items()}
         self._shard = shard
         self._num_kv_heads = num_kv_heads
@@ -100,7 +102,9 @@ class LayerPlan:
                 if style in ("colwise", "rowwise"):
                     return style
                 if style not in _REPLICATED and self._shard.size > 1:
-                    raise CheckpointError(f"target: {module} is to be divided as {style!r}; expected colwise or rowwise")
+                    raise CheckpointError(
+                        f"target: {module} is to be divided as {style!r}; expected colwise or rowwise"
+                    )
         return None
 
     def part(self, name: str, full: Sequence[int]) -> WeightSlice:

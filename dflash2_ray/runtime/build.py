@@ -87,7 +87,9 @@ def agreed(blueprint: Blueprint, shard: Shard) -> Blueprint:
     different checkpoints."""
     rows = shard.exchange([blueprint.config.num_kv_pages, blueprint.target.weight_bytes, blueprint.target.num_layers])
     if any(row[1:] != rows[0][1:] for row in rows):
-        raise ConfigError(f"target: ranks see different checkpoints (weight bytes, layers): {[row[1:] for row in rows]}")
+        raise ConfigError(
+            f"target: ranks see different checkpoints (weight bytes, layers): {[row[1:] for row in rows]}"
+        )
     return replace(blueprint, config=replace(blueprint.config, num_kv_pages=min(row[0] for row in rows)))
 
 
@@ -135,7 +137,9 @@ def build_from_blueprint(
         if progress:
             progress("load drafter", 1, 1)
     defaults = read_generation_defaults(blueprint.target_folder, config.generation_config)
-    vocabulary = GrammarVocabulary(blueprint.target_folder / "tokenizer.json", blueprint.target.vocab_size, defaults.eos_token_ids)
+    vocabulary = GrammarVocabulary(
+        blueprint.target_folder / "tokenizer.json", blueprint.target.vocab_size, defaults.eos_token_ids
+    )
     runner = TargetRunner(
         target,
         projection,
@@ -144,7 +148,9 @@ def build_from_blueprint(
         followers=followers,
         grammars=functools.partial(GrammarState, vocabulary),
     )
-    if engine.cuda_graphs and target.shard.size == 1 and kernels_run(torch.device(engine.device)):  # one rank decides alone what it runs
+    if (
+        engine.cuda_graphs and target.shard.size == 1 and kernels_run(torch.device(engine.device))
+    ):  # one rank decides alone what it runs
         limits = Limits(engine.max_num_seqs, engine.num_speculative_tokens + 1, engine.max_model_len, engine.page_size)
         runner.verify_graphs = VerifyGraphs(target, projection, runner.cache, limits, CudaBackend())
     loop_class = TargetLoop if engine.pipeline == "serial" else PipelinedLoop
@@ -172,7 +178,9 @@ def build_drafter_runner(blueprint: Blueprint, share: TargetShare | None = None)
     rounds = None
     if kernels_run(torch.device(engine.device)):
         block = engine.num_speculative_tokens + 1
-        scratch = engine.max_num_seqs * -(-block // engine.page_size)  # a block's own rows, behind what the target holds pages for
+        scratch = engine.max_num_seqs * -(
+            -block // engine.page_size
+        )  # a block's own rows, behind what the target holds pages for
         rounds = DraftRounds(
             drafter,
             drafter.new_pages(engine.num_kv_pages + scratch, engine.page_size),

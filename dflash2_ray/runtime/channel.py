@@ -307,7 +307,9 @@ def _checked(length: int) -> int:
 
 def _unix_server(path: str) -> socket.socket:
     if len(os.fsencode(path)) > _LARGEST_UNIX_PATH:
-        raise OSError(f"Unix socket {path!r}: expected a path of at most {_LARGEST_UNIX_PATH} bytes, got {len(os.fsencode(path))}")
+        raise OSError(
+            f"Unix socket {path!r}: expected a path of at most {_LARGEST_UNIX_PATH} bytes, got {len(os.fsencode(path))}"
+        )
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         server.bind(path)

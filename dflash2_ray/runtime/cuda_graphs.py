@@ -96,7 +96,9 @@ class GraphPool(Generic[Key]):
         return {"num_graphs": len(self._graphs), "num_replays": self.num_replays, "failure": self.failure}
 
     def _first(self, key: Key, launch: Callable[[], Results]) -> Results:
-        expected = {name: value.clone() for name, value in launch().items()}  # also compiles and loads what a capture could not
+        expected = {
+            name: value.clone() for name, value in launch().items()
+        }  # also compiles and loads what a capture could not
         try:
             graph = self.backend.capture(launch)
             graph.replay()
@@ -115,7 +117,13 @@ def _compare(got: Results, expected: Results) -> None:
     for name, value in expected.items():
         if value.is_floating_point():
             tolerance = 1e-4 if value.dtype == torch.float32 else 5e-2
-            if not torch.allclose(got[name].float(), value.float(), rtol=tolerance, atol=tolerance * float(value.abs().max()), equal_nan=True):
+            if not torch.allclose(
+                got[name].float(),
+                value.float(),
+                rtol=tolerance,
+                atol=tolerance * float(value.abs().max()),
+                equal_nan=True,
+            ):
                 raise RuntimeError(f"a replay gave other {name} than the same launches one by one")
 
 

@@ -157,7 +157,7 @@ class RemoteDraftPort:
 
     @property
     def suspect(self) -> str | None:
-        """"lost": the connection broke. "hung": no sign of life. Either way the owner should replace the drafter and
+        """Why to replace it. "lost": the connection broke. "hung": no sign of life. Either way the owner should replace the drafter and
         `connect` to the new one. None: nothing to do."""
         with self._changed:
             if self._lost:
@@ -186,7 +186,9 @@ class RemoteDraftPort:
                 self._lost, self._num_silent = False, 0
                 self._deadline.restart()
                 replays = {request_id: _Replay() for request_id in self._log}
-                link = _Link(generation, channel, Arrivals(channel.socket), lane, self._new_writer(channel, lane), replays)
+                link = _Link(
+                    generation, channel, Arrivals(channel.socket), lane, self._new_writer(channel, lane), replays
+                )
                 self._link = link
             threading.Thread(target=self._read, args=(link,), name="draft-link-reader", daemon=True).start()
 
@@ -211,7 +213,12 @@ class RemoteDraftPort:
     def _open_lane(self, store: Any, host: str, generation: int) -> TensorLane:
         try:
             return GroupLane(
-                self.transport, store, rank=TARGET_RANK, host=host, timeout_s=self._group_timeout_s, name=f"draft-{generation}"
+                self.transport,
+                store,
+                rank=TARGET_RANK,
+                host=host,
+                timeout_s=self._group_timeout_s,
+                name=f"draft-{generation}",
             )
         except RuntimeError as error:
             raise ChannelClosed(f"transport {self.transport}: the drafter did not come to the group: {error}") from None
@@ -293,7 +300,9 @@ class RemoteDraftPort:
     def collect(self, wanted: Sequence[Wanted], deadline_s: float | None = None) -> list[Proposal]:
         with self._changed:
             mine = [
-                asked for want in wanted if (asked := self._asked.get(want.request_id)) is not None and asked.wanted == want
+                asked
+                for want in wanted
+                if (asked := self._asked.get(want.request_id)) is not None and asked.wanted == want
             ]
             link = self._link
             end = self._clock() + (self._deadline.limit_s if deadline_s is None else deadline_s)
@@ -306,7 +315,9 @@ class RemoteDraftPort:
             for asked in mine:
                 if self._asked.get(asked.wanted.request_id) is asked:
                     del self._asked[asked.wanted.request_id]
-            if link is None or self._link is not link:  # its contexts are gone, and so is whoever would explain its drafts
+            if (
+                link is None or self._link is not link
+            ):  # its contexts are gone, and so is whoever would explain its drafts
                 return []
             return [asked.proposal for asked in mine if asked.proposal is not None]
 
@@ -353,7 +364,9 @@ class RemoteDraftPort:
             self._silent_since = self._clock() if oldest is None else oldest[0]
         self._num_silent += 1
         if self._num_silent == self._hung_after:
-            failure_log.warning("the drafter missed %d deadlines in a row; not waiting for it until it answers", self._num_silent)
+            failure_log.warning(
+                "the drafter missed %d deadlines in a row; not waiting for it until it answers", self._num_silent
+            )
 
     # ---- sending --------------------------------------------------------------------------------------------------
 
@@ -364,7 +377,9 @@ class RemoteDraftPort:
             self._lose(link, str(error))
             return
         if fits:
-            self.ledger.add("transfer_bytes", sum(one.nbytes for one in frame.buffers) + sum(one.nbytes for one in frame.tensors))
+            self.ledger.add(
+                "transfer_bytes", sum(one.nbytes for one in frame.buffers) + sum(one.nbytes for one in frame.tensors)
+            )
         else:
             self._own["num_overflows"] += 1
             self._lose(link, f"it takes nothing off its connection; {link.writer.queued_bytes} bytes wait")
@@ -508,7 +523,9 @@ class RemoteDraftPort:
 
 
 def _fits(wanted: Wanted, proposal: Proposal) -> bool:
-    return (proposal.epoch, proposal.base_len) == (wanted.epoch, wanted.base_len) and 0 < len(proposal.token_ids) <= wanted.width
+    return (proposal.epoch, proposal.base_len) == (wanted.epoch, wanted.base_len) and 0 < len(
+        proposal.token_ids
+    ) <= wanted.width
 
 
 def _on_host(message: Rows) -> Rows:

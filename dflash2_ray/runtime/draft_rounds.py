@@ -78,7 +78,13 @@ class DraftRounds:
     """num_block_rows, num_positions: of a block, and of a context with its block, at most. backend: None for launch by launch."""
 
     def __init__(
-        self, drafter: Drafter, pages: ContextPages, *, max_num_requests: int, num_block_rows: int, num_positions: int,
+        self,
+        drafter: Drafter,
+        pages: ContextPages,
+        *,
+        max_num_requests: int,
+        num_block_rows: int,
+        num_positions: int,
         backend: GraphBackend | None,
     ) -> None:
         self.graphs: GraphPool[_Size] | None = None if backend is None else GraphPool("draft", backend)
@@ -147,10 +153,14 @@ class DraftRounds:
             "anchors": Column(requests), "seeds": Column(requests), "bases": Column(requests),
             "temperatures": Column(requests, "float32", padding=1), "rules": Column(requests, "int32", padding=PADDING),
         }  # fmt: skip
-        rows = torch.zeros(size.num_new_rows, drafter.config.hidden_size, dtype=drafter.activations, device=drafter.device)
+        rows = torch.zeros(
+            size.num_new_rows, drafter.config.hidden_size, dtype=drafter.activations, device=drafter.device
+        )
         return StaticInputs(columns, drafter.device), rows
 
-    def _fill(self, inputs: StaticInputs, rows: torch.Tensor, new: Sequence[NewRows], blocks: Sequence[Block], num_rows: int) -> None:
+    def _fill(
+        self, inputs: StaticInputs, rows: torch.Tensor, new: Sequence[NewRows], blocks: Sequence[Block], num_rows: int
+    ) -> None:
         start = 0
         for one in new:
             rows[start : start + one.rows.shape[0]] = one.rows
@@ -175,7 +185,9 @@ class DraftRounds:
 
     def _launch(self, size: _Size, inputs: dict[str, torch.Tensor], rows: torch.Tensor) -> Results:
         drafter = self._drafter
-        num_positions = max(self._num_positions, size.reach)  # one table of rotations for every round: its address must not change
+        num_positions = max(
+            self._num_positions, size.reach
+        )  # one table of rotations for every round: its address must not change
         if size.num_new_rows:
             drafter.ingest(rows, inputs["new_positions"], num_positions, inputs["new_slots"], self.pages.rows)
         blocks = PagedBlocks(self.pages, inputs["slots"], launch_of(inputs, size.num_block_rows, size.reach))

@@ -58,7 +58,9 @@ def kind_of(header: Any) -> str:
     if not isinstance(header, dict) or "version" not in header:
         raise WireError(f"draft wire: expected a header with a version, got {str(header)[:80]!r}")
     if header["version"] != VERSION:
-        raise WireError(f"draft wire: expected version {VERSION}, got {header['version']!r}; both sides must run the same release")
+        raise WireError(
+            f"draft wire: expected version {VERSION}, got {header['version']!r}; both sides must run the same release"
+        )
     if not isinstance(header.get("generation"), int) or not isinstance(header.get("number"), int):
         raise WireError("draft wire: expected a generation and a number in the header")
     return str(header.get("kind"))
@@ -79,7 +81,15 @@ def pack_step(messages: Sequence[Message], generation: int, number: int, *, by_l
             spans = [[span.request_id, span.epoch, span.first_position, span.num_rows] for span in message.spans]
             packed = ["rows", spans, _NAMES[message.rows.dtype], list(message.rows.shape), by_lane]
         elif isinstance(message, Open):
-            packed = ["open", message.request_id, message.epoch, message.temperature, message.seed, message.matching, message.first_position]
+            packed = [
+                "open",
+                message.request_id,
+                message.epoch,
+                message.temperature,
+                message.seed,
+                message.matching,
+                message.first_position,
+            ]
         elif isinstance(message, Commit):
             packed = ["commit", message.request_id, message.epoch, message.base_len, message.anchor]
         else:
@@ -88,7 +98,9 @@ def pack_step(messages: Sequence[Message], generation: int, number: int, *, by_l
     return frame
 
 
-def unpack_step(header: Mapping[str, Any], buffers: Sequence[bytearray], receive: Receive | None = None) -> list[Message]:
+def unpack_step(
+    header: Mapping[str, Any], buffers: Sequence[bytearray], receive: Receive | None = None
+) -> list[Message]:
     """receive(shape, dtype): the next tensor of the lane. Raises WireError."""
     return _reading("step", lambda: _unpack_messages(header["messages"], iter(buffers), receive))
 
@@ -106,7 +118,9 @@ def _unpack_messages(packed: Sequence[Any], buffers: Any, receive: Receive | Non
                 rows = receive(shape, _DTYPES[dtype])
             own = tuple(RowSpan(*span) for span in spans)
             if len(shape) != 2 or shape[0] != sum(span.num_rows for span in own):
-                raise WireError(f"draft wire: rows: expected {sum(span.num_rows for span in own)} by hidden, got shape {shape}")
+                raise WireError(
+                    f"draft wire: rows: expected {sum(span.num_rows for span in own)} by hidden, got shape {shape}"
+                )
             messages.append(Rows(own, rows))
         elif kind == "open":
             messages.append(Open(*fields))
@@ -168,7 +182,9 @@ def _unpack_answer(header: Mapping[str, Any], buffers: Sequence[bytearray]) -> A
         own_ids = own_probs = None
         if sampled:
             if ids is None or probs is None or offset + len(token_ids) > ids.shape[0]:
-                raise WireError(f"draft wire: proposal for {request_id!r}: expected {len(token_ids)} rows of candidates")
+                raise WireError(
+                    f"draft wire: proposal for {request_id!r}: expected {len(token_ids)} rows of candidates"
+                )
             own_ids, own_probs = ids[offset : offset + len(token_ids)], probs[offset : offset + len(token_ids)]
             offset += len(token_ids)
         proposals.append(Proposal(request_id, epoch, base_len, tuple(token_ids), own_ids, own_probs))
@@ -196,7 +212,9 @@ def from_bytes(buffer: bytearray, dtype: str, shape: Sequence[int]) -> torch.Ten
     for size in shape:
         count *= size
     if count * kind.itemsize != len(buffer):
-        raise WireError(f"draft wire: a tensor of shape {list(shape)} and {dtype}: expected {count * kind.itemsize} bytes, got {len(buffer)}")
+        raise WireError(
+            f"draft wire: a tensor of shape {list(shape)} and {dtype}: expected {count * kind.itemsize} bytes, got {len(buffer)}"
+        )
     if count == 0:
         return torch.empty(tuple(shape), dtype=kind)
     return torch.frombuffer(buffer, dtype=kind).view(tuple(shape))

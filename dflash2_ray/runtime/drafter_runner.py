@@ -113,7 +113,9 @@ class DrafterRunner:
         )
 
     def _take_rows(self, message: Rows) -> None:
-        for span, rows in zip(message.spans, message.rows.split([span.num_rows for span in message.spans]), strict=True):
+        for span, rows in zip(
+            message.spans, message.rows.split([span.num_rows for span in message.spans]), strict=True
+        ):
             request = self._current(span.request_id, span.epoch)
             if request is None:
                 continue
@@ -224,7 +226,9 @@ class DrafterRunner:
             ids = probs = None
             if sampled[r] and draft.candidate_ids is not None and draft.candidate_probs is not None:
                 ids, probs = draft.candidate_ids[r], draft.candidate_probs[r]
-            proposals.append(Proposal(want.request_id, want.epoch, want.base_len, tuple(draft.token_ids[r]), ids, probs))
+            proposals.append(
+                Proposal(want.request_id, want.epoch, want.base_len, tuple(draft.token_ids[r]), ids, probs)
+            )
         return proposals
 
     def _draft_round(self, rounds: DraftRounds, group: Sequence[tuple[Wanted, _Drafted]]) -> list[Proposal]:

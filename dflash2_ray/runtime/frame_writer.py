@@ -25,7 +25,12 @@ class FrameWriter:
     once from the writer's thread when the other side is gone."""
 
     def __init__(
-        self, channel: Channel, *, max_queued_bytes: int, on_failure: Callable[[str], None], lane: TensorLane | None = None
+        self,
+        channel: Channel,
+        *,
+        max_queued_bytes: int,
+        on_failure: Callable[[str], None],
+        lane: TensorLane | None = None,
     ) -> None:
         self.queued_bytes = 0
         self._channel, self._lane = channel, lane

@@ -86,7 +86,9 @@ def build_input_batch(
         if part.samples:
             logit_rows += range(row_start + part.num_tokens - 1, row_stop)
         if request.prompt_logprobs is not None:
-            prompt_rows += [row_start + position - start for position in request.wanted_prompt_positions(start, part.num_tokens)]
+            prompt_rows += [
+                row_start + position - start for position in request.wanted_prompt_positions(start, part.num_tokens)
+            ]
     num_sampling_rows = len(logit_rows)
     every_row = num_sampling_rows == len(token_ids)
     logit_rows += prompt_rows
@@ -97,8 +99,16 @@ def build_input_batch(
 
 
 def lay_out(
-    token_ids: list[int], positions: list[int], slots: list[int], logit_rows: list[int] | None, spans: Sequence[Span], page_size: int,
-    *, row_starts: Sequence[int], num_logit_rows: int, num_sampling_rows: int,
+    token_ids: list[int],
+    positions: list[int],
+    slots: list[int],
+    logit_rows: list[int] | None,
+    spans: Sequence[Span],
+    page_size: int,
+    *,
+    row_starts: Sequence[int],
+    num_logit_rows: int,
+    num_sampling_rows: int,
 ) -> InputBatch:
     """A batch on the host, from its columns."""
     numbers, columns = _together([token_ids, positions, slots, logit_rows or []])

@@ -14,7 +14,10 @@ from dflash2_ray.models.linear import PackedLinear
 TORCH = "torch"  # the service computes it itself, the operator's kernel is not called
 _OF_TARGET = ("add_rms_norm", "kv_store", "paged_attention")
 _OF_DRAFTER = ("grouped_conv", "vocab_topk", "selector_walk", "context_ingest")
-_TILES, _ROWS = "torch, whole tiles", "avx512, row by row"  # `models.attention`, where no kernel runs; rows: for the usual head sizes
+_TILES, _ROWS = (
+    "torch, whole tiles",
+    "avx512, row by row",
+)  # `models.attention`, where no kernel runs; rows: for the usual head sizes
 _USUAL_HEAD_DIM = 64
 _OWN_OF_TARGET = {"sparse_rejection": TORCH}  # `sampling.rejection`
 

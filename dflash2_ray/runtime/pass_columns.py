@@ -25,5 +25,10 @@ def pass_columns(num_requests: int, num_rows: int, reach: int, page_size: int) -
 def launch_of(tensors: Mapping[str, torch.Tensor], num_rows_each: int, reach: int) -> Launch:
     """Attention of requests with up to `num_rows_each` rows and `reach` positions, from those columns."""
     return Launch(
-        tensors["row_starts"], tensors["num_rows"], tensors["kv_lens"], tensors["page_table"], max_num_rows=num_rows_each, max_kv_len=reach
+        tensors["row_starts"],
+        tensors["num_rows"],
+        tensors["kv_lens"],
+        tensors["page_table"],
+        max_num_rows=num_rows_each,
+        max_kv_len=reach,
     )

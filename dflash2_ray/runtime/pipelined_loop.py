@@ -155,7 +155,9 @@ class PipelinedLoop(TargetLoop):
     def _ask(self, requests: Iterable[Request]) -> None:
         """Settle the width of everything that decodes and has none settled, one for all of them, and ask for their proposals."""
         fresh = [
-            one for one in requests if one.decodes and one.draftable and self._is_current(one) and one.request_id not in self._asked
+            one
+            for one in requests
+            if one.decodes and one.draftable and self._is_current(one) and one.request_id not in self._asked
         ]
         if self.draft_port is None or not fresh:
             return

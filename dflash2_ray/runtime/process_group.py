@@ -44,7 +44,15 @@ class RankGroupLink:
     that hangs at the timeout."""
 
     def __init__(
-        self, store: distributed.Store, *, rank: int, size: int, host: str, device: str, generation: int, timeout_s: float
+        self,
+        store: distributed.Store,
+        *,
+        rank: int,
+        size: int,
+        host: str,
+        device: str,
+        generation: int,
+        timeout_s: float,
     ) -> None:
         """Blocks until every rank of this generation is there. Raises UnitLost."""
         self.rank, self.size, self.device = rank, size, device

@@ -61,9 +61,13 @@ class Shapers:
         except DFlash2Error as error:
             return dict.fromkeys(range(len(rows)), error)
         except Exception as error:  # a library's own: it must not end the step of the others
-            failure_log.exception("request %s: its options could not be applied", request.request_id, request_id=request.request_id)
+            failure_log.exception(
+                "request %s: its options could not be applied", request.request_id, request_id=request.request_id
+            )
             return dict.fromkeys(range(len(rows)), StepFailed(f"{type(error).__name__}"))
-        excluded = InvalidRequest("the options exclude every token at this position", param=request.params.excluding_option)
+        excluded = InvalidRequest(
+            "the options exclude every token at this position", param=request.params.excluding_option
+        )
         return {row: excluded for row, best in enumerate(rows.amax(-1).tolist()) if best == float("-inf")}
 
     def _of(self, request: Request) -> LogitShaper:

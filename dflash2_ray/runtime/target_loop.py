@@ -100,7 +100,9 @@ class TargetLoop:
             phases=PhaseTimes(self._clock()) if spec.traced else None,
         )
         if request.draftable and len(request.token_ids) > self.config.drafter_max_model_len:
-            self._stop_drafting(request, "context_too_long")  # told now, so that it may start behind pages without context rows
+            self._stop_drafting(
+                request, "context_too_long"
+            )  # told now, so that it may start behind pages without context rows
         self.scheduler.add(request)
         self.step_ledger.queued(spec.request_id, self._clock())
 
@@ -234,7 +236,11 @@ class TargetLoop:
         except UnitLost:  # a rank is gone: nothing can go on here, and every request can elsewhere
             raise
         except Exception as error:  # whatever it was, it ends these requests and no others
-            failure_log.exception("a step failed; its %d requests end with an error: %s", len(planned), named([part.request for part in planned]))
+            failure_log.exception(
+                "a step failed; its %d requests end with an error: %s",
+                len(planned),
+                named([part.request for part in planned]),
+            )
             for part in planned:
                 self.step_ledger.ended(part.request.request_id)
             return self.scheduler.fail(planned, f"{type(error).__name__}: {error}")
@@ -310,7 +316,11 @@ class TargetLoop:
         for span in context.spans:
             request = parts[span.request_id]
             begins = self._opened.get(request.request_id) != request.epoch
-            if not request.draftable or self.scheduler.get(request.request_id) is not request or request.epoch != span.epoch:
+            if (
+                not request.draftable
+                or self.scheduler.get(request.request_id) is not request
+                or request.epoch != span.epoch
+            ):
                 gone.add(span.request_id)
             elif request.num_computed > self.config.drafter_max_model_len:
                 self._stop_drafting(request, "context_too_long")
@@ -335,7 +345,9 @@ class TargetLoop:
         """A request begins, with the context rows of the cached pages that it starts behind, as far back as the drafter looks."""
         reused, window = request.num_reused_tokens, self.config.drafter_window
         first = 0 if window is None else max(0, reused - window)
-        opened = Open(request.request_id, request.epoch, request.params.temperature, request.seed, request.matching, first)
+        opened = Open(
+            request.request_id, request.epoch, request.params.temperature, request.seed, request.matching, first
+        )
         if reused == first or self.kept_rows is None:
             return [opened]
         rows = self.kept_rows.read(self.pool.table(request.request_id), first, reused)
@@ -424,7 +436,9 @@ class TargetLoop:
         """What this loop and its draft port have counted (`core.ledger`); any thread may ask."""
         counted = self.spec_counters
         numbers = self.step_ledger.numbers()
-        numbers |= {f"accepted_per_position/{index}": count for index, count in enumerate(counted.accepted_per_position)}
+        numbers |= {
+            f"accepted_per_position/{index}": count for index, count in enumerate(counted.accepted_per_position)
+        }
         numbers |= {name: getattr(counted, name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")}
         numbers["preemptions"] = self.scheduler.num_preemptions
         numbers["prefix_cache_queries"] = self.pool.cache.num_queried_tokens

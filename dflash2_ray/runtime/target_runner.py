@@ -101,14 +101,20 @@ class TargetRunner:
         verdict = verify(shaped, rows)
         outcomes: list[Outcome | None] = []
         start = 0
-        for param, drafted, accepted, token in zip(params, rows.drafts, verdict.num_accepted, verdict.next_token, strict=True):
+        for param, drafted, accepted, token in zip(
+            params, rows.drafts, verdict.num_accepted, verdict.next_token, strict=True
+        ):
             lost = None
             if dead:
-                accepted = next((row for row in range(accepted) if start + row in dead), accepted)  # a lost row decides nothing
+                accepted = next(
+                    (row for row in range(accepted) if start + row in dead), accepted
+                )  # a lost row decides nothing
                 lost = dead.get(start + accepted)
             told = None
             if param.logprobs is not None:
-                told = token_logprobs(logits[start : start + accepted + 1], [*drafted[:accepted], token], param.logprobs)
+                told = token_logprobs(
+                    logits[start : start + accepted + 1], [*drafted[:accepted], token], param.logprobs
+                )
             outcomes.append(Outcome(drafted, accepted, token if lost is None else None, told, lost))
             start += len(drafted) + 1
         if len(sampling) == len(planned):

@@ -64,7 +64,8 @@ class VerifyGraphs:
         inputs = self._inputs.get(bucket)
         if inputs is None:
             inputs = self._inputs[bucket] = StaticInputs(
-                pass_columns(bucket.num_requests, bucket.num_rows, bucket.reach, self._limits.page_size), self._target.device
+                pass_columns(bucket.num_requests, bucket.num_rows, bucket.reach, self._limits.page_size),
+                self._target.device,
             )
         spans = batch.attention.spans
         inputs.fill({
@@ -94,7 +95,9 @@ class VerifyGraphs:
         plan = AttentionPlan(inputs["slots"], {}, PagedPlan(self._limits.page_size, (launch,)))
         # one table of rotations for every graph: its address must not change when a longer request comes
         num_positions = self._limits.num_positions
-        hidden, features = self._target.forward_planned(inputs["token_ids"], inputs["positions"], plan, num_positions, self._cache)
+        hidden, features = self._target.forward_planned(
+            inputs["token_ids"], inputs["positions"], plan, num_positions, self._cache
+        )
         if self._projection is None:
             return self._leave({"logits": self._target.logits(hidden)})
         assert features is not None, "a target with a drafter has taps"

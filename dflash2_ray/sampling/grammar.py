@@ -89,7 +89,10 @@ class GrammarState:
         """Bring the matcher behind `output`, from wherever it is. True when an end token is in it."""
         have = len(self._consumed)
         if output[:have] != self._consumed:
-            keep = next((i for i, pair in enumerate(zip(output, self._consumed, strict=False)) if pair[0] != pair[1]), len(output))
+            keep = next(
+                (i for i, pair in enumerate(zip(output, self._consumed, strict=False)) if pair[0] != pair[1]),
+                len(output),
+            )
             if not self._matcher.rollback(have - keep):
                 raise _MatcherFailed(f"cannot roll back {have - keep} tokens")
             del self._consumed[keep:]

@@ -45,16 +45,22 @@ class GrammarVocabulary:
 
     def _build(self) -> llguidance.LLTokenizer:
         if not self.eos_token_ids:
-            raise InvalidRequest("response_format: this model has no token that ends a text, so its output cannot be constrained")
+            raise InvalidRequest(
+                "response_format: this model has no token that ends a text, so its output cannot be constrained"
+            )
         try:
             text = self._path.read_text(encoding="utf-8")
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises a bare Exception
             raise CheckpointError(f"tokenizer: {self._path} cannot be read: {error}") from None
         try:
-            table = _TokenTable(backend, llguidance.LLTokenizer(text, eos_token=self.eos_token_ids[0]), self.eos_token_ids[0])
+            table = _TokenTable(
+                backend, llguidance.LLTokenizer(text, eos_token=self.eos_token_ids[0]), self.eos_token_ids[0]
+            )
             size = max(self.vocab_size, len(table.tokens))
-            return llguidance.LLTokenizer(llguidance.TokenizerWrapper(table), n_vocab=size, eos_token=list(self.eos_token_ids))
+            return llguidance.LLTokenizer(
+                llguidance.TokenizerWrapper(table), n_vocab=size, eos_token=list(self.eos_token_ids)
+            )
         except Exception as error:  # kinds of tokenizers that llguidance does not know
             raise InvalidRequest(f"response_format: this model's tokenizer cannot be constrained: {error}") from None
 

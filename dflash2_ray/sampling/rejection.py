@@ -103,7 +103,9 @@ def _drawn(logits: torch.Tensor, rows: VerifyRows, starts: Sequence[int], matchi
     return [[next(tokens) for _ in range(rows.num_drafts[r] + 1)] for r in matching]
 
 
-def _probabilities(logits: torch.Tensor, rows: VerifyRows, starts: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+def _probabilities(
+    logits: torch.Tensor, rows: VerifyRows, starts: Sequence[int], sampled: Sequence[int]
+) -> torch.Tensor:
     """p of every row of the given requests, one request after the other: fp32 [sum of num_drafts + 1, V]."""
     counts = [rows.num_drafts[r] + 1 for r in sampled]
     if sum(counts) != logits.shape[0]:

@@ -84,7 +84,11 @@ class LogitShaper:
 
     def _completing(self, text: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word behind `text`."""
-        return [word[-1] for word in self._bad_words if tuple(text[len(text) - len(word) + 1 :]) == word[:-1] and len(text) >= len(word) - 1]
+        return [
+            word[-1]
+            for word in self._bad_words
+            if tuple(text[len(text) - len(word) + 1 :]) == word[:-1] and len(text) >= len(word) - 1
+        ]
 
     def _penalise(self, logits: torch.Tensor, output: Sequence[int], drafts: Sequence[int]) -> None:
         assert len(output) >= self._num_counted, "outputs only grow"

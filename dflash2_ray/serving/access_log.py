@@ -28,12 +28,15 @@ def log_answer(request_id: str, generations: Sequence[Generation], *, chat: bool
         "finish_reasons": sorted({one.finish_reason for one in generations}),
         "time_to_first_token_s": round(max(one["time_to_first_token_s"] for one in timing), 4),
         "end_to_end_s": round(max(one["end_to_end_s"] for one in timing), 4),
-        "acceptance_length": round(1 + sum(one["num_accepted_draft_tokens"] for one in speculation) / steps, 2) if steps else None,
+        "acceptance_length": round(1 + sum(one["num_accepted_draft_tokens"] for one in speculation) / steps, 2)
+        if steps
+        else None,
         "skipped_reason": speculation[0]["skipped_reason"],
         "num_resumes": sum(one.metrics.get("num_resumes", 0) for one in generations),
     }
     logger.info(
         "request %(request_id)s answered: %(operation)s, %(num_prompt_tokens)d prompt and %(num_completion_tokens)d completion tokens, "
         "first after %(time_to_first_token_s).3f s, all after %(end_to_end_s).3f s, acceptance length %(acceptance_length)s",
-        fields, extra={**fields, "serve_access_log": True},
+        fields,
+        extra={**fields, "serve_access_log": True},
     )

@@ -20,10 +20,18 @@ class ApiKeys:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if (
+            scope["type"] == "http"
+            and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_PATHS
+            and scope["method"] != "OPTIONS"
+        ):
             header = dict(scope["headers"]).get(b"authorization", b"")
             if not self._knows(header):
-                message = "Incorrect API key provided." if header else "You didn't provide an API key: send it as a bearer token in the Authorization header."
+                message = (
+                    "Incorrect API key provided."
+                    if header
+                    else "You didn't provide an API key: send it as a bearer token in the Authorization header."
+                )
                 body = plain_error(message, "invalid_request_error", None, "invalid_api_key")
                 return await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
         await self._app(scope, receive, send)

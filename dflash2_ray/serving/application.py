@@ -30,7 +30,9 @@ INGRESS_CPUS = 0.1
 BOOKKEEPER_CPUS = 0.01  # not 0: a head without CPUs would be the place for it
 _SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _HEALTH_PERIOD_S = 2.0
-_MOST_CALLS = 10_000  # to a replica at once, beyond what it takes in: Serve's routers go slow where their own limit is met
+_MOST_CALLS = (
+    10_000  # to a replica at once, beyond what it takes in: Serve's routers go slow where their own limit is met
+)
 _METRICS_PERIOD_S = 1.0  # of the loads that the number of units follows
 
 
@@ -75,13 +77,16 @@ def build_application(config: ServiceConfig) -> Application:
         serve.ingress(api_builder(guards))(Ingress),
         name="ingress",
         **_num_fronts(config),
-        max_ongoing_requests=config.max_num_replicas * in_flight + _MOST_CALLS,  # a full proxy routes a few requests a second
+        max_ongoing_requests=config.max_num_replicas * in_flight
+        + _MOST_CALLS,  # a full proxy routes a few requests a second
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         **_logs(config),
     )
-    application: Application = ingress.bind(config, unit.bind(config, placement, books), books, _http_url(), len(guards.keys.all()))
+    application: Application = ingress.bind(
+        config, unit.bind(config, placement, books), books, _http_url(), len(guards.keys.all())
+    )
     return application
 
 
@@ -110,9 +115,14 @@ def _num_units(config: ServiceConfig) -> dict[str, Any]:
         return {"num_replicas": config.num_replicas}
     policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs={"limits": limits.model_dump()})
     scaling = AutoscalingConfig(
-        min_replicas=limits.min_replicas, initial_replicas=config.num_replicas, max_replicas=limits.max_replicas,
-        upscale_delay_s=limits.upscale_delay_s, downscale_delay_s=limits.downscale_delay_s,
-        metrics_interval_s=_METRICS_PERIOD_S, look_back_period_s=_METRICS_PERIOD_S * 2, policy=policy,
+        min_replicas=limits.min_replicas,
+        initial_replicas=config.num_replicas,
+        max_replicas=limits.max_replicas,
+        upscale_delay_s=limits.upscale_delay_s,
+        downscale_delay_s=limits.downscale_delay_s,
+        metrics_interval_s=_METRICS_PERIOD_S,
+        look_back_period_s=_METRICS_PERIOD_S * 2,
+        policy=policy,
     )
     return {"autoscaling_config": scaling}
 
@@ -124,9 +134,12 @@ def _num_fronts(config: ServiceConfig) -> dict[str, Any]:
     if limits is None:
         return {"num_replicas": fronts}
     scaling = AutoscalingConfig(
-        min_replicas=fronts, initial_replicas=fronts, max_replicas=math.ceil(fronts * limits.max_replicas / config.num_replicas),
+        min_replicas=fronts,
+        initial_replicas=fronts,
+        max_replicas=math.ceil(fronts * limits.max_replicas / config.num_replicas),
         target_ongoing_requests=config.num_replicas * config.max_num_seqs / fronts,
-        upscale_delay_s=limits.upscale_delay_s, downscale_delay_s=limits.downscale_delay_s,
+        upscale_delay_s=limits.upscale_delay_s,
+        downscale_delay_s=limits.downscale_delay_s,
     )
     return {"autoscaling_config": scaling}
 
@@ -148,7 +161,11 @@ def _nodes() -> list[NodeFacts]:
     if not ray.is_initialized():
         return []
     return [
-        NodeFacts(node["NodeManagerHostname"] or node["NodeID"], int(node["Resources"].get("GPU", 0)), node.get("Labels") or {})
+        NodeFacts(
+            node["NodeManagerHostname"] or node["NodeID"],
+            int(node["Resources"].get("GPU", 0)),
+            node.get("Labels") or {},
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]

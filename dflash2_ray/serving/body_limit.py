@@ -51,4 +51,6 @@ class BodyLimit:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"the body is larger than max_body_bytes={self._max_bytes}"
-        await JSONResponse(plain_error(message, "invalid_request_error", None, "request_too_large"), 413)(scope, receive, send)
+        await JSONResponse(plain_error(message, "invalid_request_error", None, "request_too_large"), 413)(
+            scope, receive, send
+        )

@@ -19,7 +19,11 @@ class EarlyRefusal:
         self._paths, self._refusal = paths, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].removeprefix(scope.get("root_path", "")) in self._paths:
+        if (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"].removeprefix(scope.get("root_path", "")) in self._paths
+        ):
             refused = self._refusal()
             if refused is not None:
                 status, body, headers = failure(refused, request_id_of(Request(scope)))

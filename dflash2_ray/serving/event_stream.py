@@ -44,7 +44,10 @@ class EventStream:
 
     def _begin(self) -> str:
         roles = range(len(self._echoes)) if self._envelope.chat else ()
-        return "".join(_event({**self._head, "choices": [chunk_choice(self._envelope, index, "", first=True)], **self._usage}) for index in roles)
+        return "".join(
+            _event({**self._head, "choices": [chunk_choice(self._envelope, index, "", first=True)], **self._usage})
+            for index in roles
+        )
 
     def _of(self, index: int, chunk: GenerationChunk) -> str:
         if chunk.generation is not None:

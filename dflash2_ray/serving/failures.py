@@ -15,7 +15,9 @@ from dflash2_ray.serving.request_id import request_id_of
 failure_log = FailureLog(logging.getLogger("ray.serve"))
 
 
-def failure(error: BaseException, request_id: str, *, chat: bool = False) -> tuple[int, dict[str, object], dict[str, str]]:
+def failure(
+    error: BaseException, request_id: str, *, chat: bool = False
+) -> tuple[int, dict[str, object], dict[str, str]]:
     """(status, body, headers) of an error; what is not the client's fault is logged, one cause once (`core.failure_log`). Only our own errors are logged in words:
     any other may quote a prompt, so its kind and where it was raised have to do."""
     status, body, headers = error_body(error, request_id, chat=chat)

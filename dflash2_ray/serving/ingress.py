@@ -57,7 +57,9 @@ SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-correlation-id")
 class Ingress:
     """The routes. Serve builds it with the handles of unit and bookkeeper; `serving.application` wraps it as the ingress deployment."""
 
-    async def __init__(self, config: ServiceConfig, unit: Any, bookkeeper: Any, http_url: str, num_keys: int = 0) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ServiceConfig, unit: Any, bookkeeper: Any, http_url: str, num_keys: int = 0
+    ) -> None:
         self._deployed = config
         self._client = Client.from_handle(unit, config.generation_config, config.resume_timeout_s)
         self._books = BooksReader(bookkeeper)
@@ -97,7 +99,14 @@ class Ingress:
             async with until(deadline):
                 body = await json_body(request)
                 header = request.headers.get(SPECULATIVE_HEADER)
-                asked = read_request(body, header, chat=chat, served_model=self._model, strict=self._strict, max_width=self._num_speculative_tokens)
+                asked = read_request(
+                    body,
+                    header,
+                    chat=chat,
+                    served_model=self._model,
+                    strict=self._strict,
+                    max_width=self._num_speculative_tokens,
+                )
                 assert asked.tool_use is None or chat, "tools are refused elsewhere"
                 streams = self._open(asked, request_id, request.headers)
                 envelope = Envelope.new(request_id, self._model, chat)
@@ -108,8 +117,12 @@ class Ingress:
                 if asked.stream:
                     events = EventStream(asked, envelope, logprobs, echoes)
                     pieces = self._pieces(events, streams, firsts, deadline)
-                    return StreamingResponse(pieces, media_type="text/event-stream", headers={**EVENT_HEADERS, **headers})
-                generations = await all_of([rest_of(stream, first) for stream, first in zip(streams, firsts, strict=True)])
+                    return StreamingResponse(
+                        pieces, media_type="text/event-stream", headers={**EVENT_HEADERS, **headers}
+                    )
+                generations = await all_of(
+                    [rest_of(stream, first) for stream, first in zip(streams, firsts, strict=True)]
+                )
             log_answer(request_id, generations, chat=chat, streamed=False)
             return JSONResponse(response_body(envelope, generations, asked, logprobs, echoes), headers=headers)
         except asyncio.CancelledError:
@@ -121,7 +134,11 @@ class Ingress:
             return JSONResponse(failed, status, headers=error_headers)
 
     async def _pieces(
-        self, events: EventStream, streams: list[AsyncIterator[GenerationChunk]], firsts: list[GenerationChunk], deadline: float | None
+        self,
+        events: EventStream,
+        streams: list[AsyncIterator[GenerationChunk]],
+        firsts: list[GenerationChunk],
+        deadline: float | None,
     ) -> AsyncIterator[str]:
         try:
             with self._pace.streams(len(streams)):
@@ -131,7 +148,9 @@ class Ingress:
         finally:
             await close_all(streams)
 
-    def _open(self, asked: ApiRequest, request_id: str, headers: Mapping[str, str]) -> list[AsyncIterator[GenerationChunk]]:
+    def _open(
+        self, asked: ApiRequest, request_id: str, headers: Mapping[str, str]
+    ) -> list[AsyncIterator[GenerationChunk]]:
         """One stream per choice, the choices of a prompt side by side; nothing is submitted before its first item is asked for."""
         unique = f"{request_id}-{uuid.uuid4().hex[:8]}"  # clients may repeat their own ids
         prompts: list[dict[str, Any]] = [{"messages": asked.messages}]
@@ -144,8 +163,13 @@ class Ingress:
         hold_s = self._pace.hold_s if asked.stream or asked.sampling.get("stop") else lambda: WHOLE_HOLD_S
         return [
             self._client.astream(
-                **prompt, request_id=f"{unique}-{index}", num_choices=0 if index % asked.num_choices else asked.num_choices,
-                session_id=session_id, trace_origin=origin, hold_s=hold_s, **sampling,
+                **prompt,
+                request_id=f"{unique}-{index}",
+                num_choices=0 if index % asked.num_choices else asked.num_choices,
+                session_id=session_id,
+                trace_origin=origin,
+                hold_s=hold_s,
+                **sampling,
             )
             for index, (prompt, sampling) in enumerate(choices)
         ]
@@ -157,7 +181,8 @@ class Ingress:
             tokenizer = self._text.tokenizer
             told = asked.logprobs is not None
             echoes = [
-                Echo(one, tuple(tokenizer.encode(one)) if told else ()) if isinstance(one, str)
+                Echo(one, tuple(tokenizer.encode(one)) if told else ())
+                if isinstance(one, str)
                 else Echo(tokenizer.decode(one, False) if _are_ids(one) else "", tuple(one) if told else ())
                 for one in asked.prompts
             ]
@@ -172,7 +197,9 @@ class Ingress:
         headers = {"x-dflash2-speculation": speculation}
         if asked.ignored:
             names = ", ".join(asked.ignored)
-            headers["x-dflash2-ignored-fields"] = names.encode("unicode_escape").decode()[:1000]  # no control character may stand in a header
+            headers["x-dflash2-ignored-fields"] = names.encode("unicode_escape").decode()[
+                :1000
+            ]  # no control character may stand in a header
         return headers
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -198,7 +225,11 @@ class Ingress:
 
     def _model_card(self) -> dict[str, Any]:
         return {
-            "id": self._model, "object": "model", "created": self._started, "owned_by": "dflash2_ray", "root": self._model,
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "dflash2_ray",
+            "root": self._model,
             "max_model_len": self._max_model_len,
         }
 
@@ -226,7 +257,9 @@ class Ingress:
         try:
             return Response(exposition(*await self._books.read()), media_type=CONTENT_TYPE)
         except UnitLost as error:
-            return JSONResponse(plain_error(str(error), "server_error", None, "service_unavailable"), 503, headers={"Retry-After": "1"})
+            return JSONResponse(
+                plain_error(str(error), "server_error", None, "service_unavailable"), 503, headers={"Retry-After": "1"}
+            )
 
 
 def _are_ids(ids: Any) -> bool:

@@ -18,7 +18,10 @@ class LogprobsFormat:
         """The `logprobs` object of a choice. Entries as in `Generation.logprobs`; None for a prompt's first token. `offset`:
         characters of the choice before these tokens."""
         if self._chat:
-            return {"content": [self._entry(token, *told) for token, told in zip(token_ids, logprobs, strict=True)], "refusal": None}
+            return {
+                "content": [self._entry(token, *told) for token, told in zip(token_ids, logprobs, strict=True)],
+                "refusal": None,
+            }
         texts = [self._text(token) for token in token_ids]
         offsets = []
         for token in token_ids:
@@ -28,8 +31,10 @@ class LogprobsFormat:
         for token, told in zip(token_ids, logprobs, strict=True):
             tops.append(None if told is None else self._by_text(token, *told))
         return {
-            "tokens": texts, "token_logprobs": [None if told is None else told[0] for told in logprobs],
-            "top_logprobs": tops, "text_offset": offsets,
+            "tokens": texts,
+            "token_logprobs": [None if told is None else told[0] for told in logprobs],
+            "top_logprobs": tops,
+            "text_offset": offsets,
         }
 
     def length(self, token_ids: Sequence[int]) -> int:

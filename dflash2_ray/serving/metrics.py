@@ -52,7 +52,9 @@ class _Families:
         if not measure.labels:
             yield (), numbers.get(measure.key, 0)
             return
-        expected = measure.values if measure.limit is None else [str(index) for index in range(self._facts[measure.limit])]
+        expected = (
+            measure.values if measure.limit is None else [str(index) for index in range(self._facts[measure.limit])]
+        )
         prefix = f"{measure.key}/"
         found = {key.removeprefix(prefix): number for key, number in numbers.items() if key.startswith(prefix)}
         for value, number in (dict.fromkeys(expected, 0) | found).items():

@@ -52,7 +52,9 @@ class ApiRequest:
         return int(self.sampling.get("n", 1))
 
 
-def read_request(body: Any, header: str | None, *, chat: bool, served_model: str, strict: bool = False, max_width: int = 2**31) -> ApiRequest:
+def read_request(
+    body: Any, header: str | None, *, chat: bool, served_model: str, strict: bool = False, max_width: int = 2**31
+) -> ApiRequest:
     """Check a parsed body. `header`: the speculative header; `strict`: unknown fields are refused; max_width: draft slots that can be
     had. Raises InvalidRequest or UnknownModel, naming the field."""
     if not isinstance(body, Mapping):
@@ -68,12 +70,15 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping) or set(options) - {"include_usage", "continuous_usage_stats"}:
         raise InvalidRequest(
-            f"stream_options may hold include_usage and continuous_usage_stats, got {short(options)}", param="stream_options"
+            f"stream_options may hold include_usage and continuous_usage_stats, got {short(options)}",
+            param="stream_options",
         )
     stream = flag(body, "stream")
     if options and not stream:
         raise InvalidRequest("stream_options needs stream=true", param="stream_options")
-    sampling = {name: value for name, value in body.items() if value is not None and name in BY_NAME and BY_NAME[name].sampling}
+    sampling = {
+        name: value for name, value in body.items() if value is not None and name in BY_NAME and BY_NAME[name].sampling
+    }
     sampling |= {name: body[name] for name in ("response_format", *TOOL_FIELDS) if body.get(name) is not None}
     logprobs, echo = _logprobs(body, chat), flag(body, "echo")
     if logprobs is not None:
@@ -82,7 +87,9 @@ def read_request(body: Any, header: str | None, *, chat: bool, served_model: str
             sampling["prompt_logprobs"] = logprobs
     if chat and body.get("max_completion_tokens") is not None:
         if sampling.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
-            raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_completion_tokens")
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens contradict each other", param="max_completion_tokens"
+            )
         sampling["max_tokens"] = body["max_completion_tokens"]
     if not chat:
         sampling.setdefault("max_tokens", 16)  # OpenAI's default for completions
@@ -125,7 +132,9 @@ def _refuse_unoffered(body: Mapping[str, Any], chat: bool) -> tuple[str, ...]:
         elif name not in offered or option.kind == "refused":
             refused.append(name)
     if refused:
-        raise InvalidRequest(f"not offered: {', '.join(sorted(refused))}; nothing was generated", param=sorted(refused)[0])
+        raise InvalidRequest(
+            f"not offered: {', '.join(sorted(refused))}; nothing was generated", param=sorted(refused)[0]
+        )
     return tuple(sorted(name for name in ignored if body[name] is not None))
 
 
@@ -188,11 +197,14 @@ def _speculative(value: Any, header: str | None, most: int) -> int | None:
     if value is not None:
         if not isinstance(value, Mapping) or set(value) - {"enabled", "num_speculative_tokens", "strict"}:
             raise InvalidRequest(
-                f"speculative may hold enabled, num_speculative_tokens and strict, got {short(value)}", param="speculative"
+                f"speculative may hold enabled, num_speculative_tokens and strict, got {short(value)}",
+                param="speculative",
             )
         for name in ("enabled", "strict"):
             if value.get(name) is not None and not isinstance(value[name], bool):
-                raise InvalidRequest(f"speculative.{name} must be true or false, got {short(value[name])}", param=f"speculative.{name}")
+                raise InvalidRequest(
+                    f"speculative.{name} must be true or false, got {short(value[name])}", param=f"speculative.{name}"
+                )
         width = value.get("num_speculative_tokens")
         if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
             raise InvalidRequest(
@@ -212,7 +224,9 @@ def _speculative(value: Any, header: str | None, most: int) -> int | None:
         return 0
     if text.startswith("k=") and text[2:].isascii() and text[2:].isdigit():
         return int(text[2:])
-    raise InvalidRequest(f"header {SPECULATIVE_HEADER} must be off, on or k=N, got {short(header)}", param=SPECULATIVE_HEADER)
+    raise InvalidRequest(
+        f"header {SPECULATIVE_HEADER} must be off, on or k=N, got {short(header)}", param=SPECULATIVE_HEADER
+    )
 
 
 # ---- responses ------------------------------------------------------------------------------------------------------
@@ -262,7 +276,10 @@ def response_body(
         echo = echoes[index]
         told = None
         if generation.logprobs is not None:
-            ids, entries = [*echo.token_ids, *generation.token_ids], [*(generation.prompt_logprobs or ()), *generation.logprobs]
+            ids, entries = (
+                [*echo.token_ids, *generation.token_ids],
+                [*(generation.prompt_logprobs or ()), *generation.logprobs],
+            )
             told = logprobs.of(ids, entries)
         choice: dict[str, Any] = {"index": index, "finish_reason": generation.finish_reason, "logprobs": told}
         choice["stop_reason"] = generation.stop_reason
@@ -333,7 +350,9 @@ def chunk_choice(
     return {**choice, "delta": delta}
 
 
-def error_body(error: BaseException, request_id: str, *, chat: bool = False) -> tuple[int, dict[str, Any], dict[str, str]]:
+def error_body(
+    error: BaseException, request_id: str, *, chat: bool = False
+) -> tuple[int, dict[str, Any], dict[str, str]]:
     """(status, body, headers) of an error, by the one table in `errors`. chat: the prompt came as messages."""
     row = http_error(error)
     message = row.message or str(error)
@@ -354,4 +373,3 @@ def error_body(error: BaseException, request_id: str, *, chat: bool = False) -> 
 def plain_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The OpenAI error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-

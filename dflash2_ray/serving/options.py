@@ -39,7 +39,9 @@ _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "str
 _ANY: dict[str, Any] = {}
 
 
-def _exact(name: str, schema: dict[str, Any], proof: str = _E2E, routes: tuple[str, ...] = ROUTES, sampling: bool = True) -> Option:
+def _exact(
+    name: str, schema: dict[str, Any], proof: str = _E2E, routes: tuple[str, ...] = ROUTES, sampling: bool = True
+) -> Option:
     return Option(name, "exact", schema, proof, routes, sampling=sampling)
 
 
@@ -55,7 +57,9 @@ OPTIONS: tuple[Option, ...] = (
     _exact("presence_penalty", {**_NUMBER, "minimum": -2, "maximum": 2}, _SHAPED),
     _exact("frequency_penalty", {**_NUMBER, "minimum": -2, "maximum": 2}, _SHAPED),
     _exact("repetition_penalty", {**_NUMBER, "exclusiveMinimum": 0, "maximum": 100}, _SHAPED),
-    _exact("logit_bias", {"type": "object", "additionalProperties": {**_NUMBER, "minimum": -100, "maximum": 100}}, _SHAPED),
+    _exact(
+        "logit_bias", {"type": "object", "additionalProperties": {**_NUMBER, "minimum": -100, "maximum": 100}}, _SHAPED
+    ),
     _exact("allowed_token_ids", _IDS, _SHAPED),
     _exact("bad_words", _TEXTS, _SHAPED),
     _exact("min_tokens", {**_INTEGER, "minimum": 0}, _SHAPED),
@@ -84,19 +88,47 @@ OPTIONS: tuple[Option, ...] = (
     Option("return_token_ids", "request", _FLAG),
     Option("return_meta_info", "request", _FLAG),
     Option("return_tokens_as_token_ids", "request", _FLAG),
-    *(Option(name, "no effect", _ANY) for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")),
+    *(
+        Option(name, "no effect", _ANY)
+        for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    ),
     _refused("best_of", 1),
     _refused("suffix", ""),
     _refused("functions", []),
     _refused("function_call", "none", "auto"),
     _refused("modalities", ["text"]),
     _refused("prompt_logprobs"),
-    *(_refused(name) for name in (
-        "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "guided_json", "guided_regex", "guided_choice",
-        "guided_grammar", "structured_outputs", "use_beam_search", "length_penalty", "early_stopping", "truncate_prompt_tokens",
-        "logits_processors", "typical_p", "top_a", "mirostat", "no_repeat_ngram_size", "chat_template", "documents",
-        "continue_final_message", "add_generation_prompt", "lora_adapter", "thinking", "min_length",
-    )),
+    *(
+        _refused(name)
+        for name in (
+            "audio",
+            "prediction",
+            "reasoning_effort",
+            "verbosity",
+            "web_search_options",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "structured_outputs",
+            "use_beam_search",
+            "length_penalty",
+            "early_stopping",
+            "truncate_prompt_tokens",
+            "logits_processors",
+            "typical_p",
+            "top_a",
+            "mirostat",
+            "no_repeat_ngram_size",
+            "chat_template",
+            "documents",
+            "continue_final_message",
+            "add_generation_prompt",
+            "lora_adapter",
+            "thinking",
+            "min_length",
+        )
+    ),
 )
 
 BY_NAME = {option.name: option for option in OPTIONS}
@@ -111,7 +143,9 @@ def request_schema(chat: bool) -> dict[str, Any]:
     """JSON schema of a request body; null means omitted."""
     route = "chat" if chat else "completions"
     fields = {name: option for name, option in options_of(route).items() if option.kind != "refused"}
-    properties = {name: {"anyOf": [option.schema, {"type": "null"}]} if option.schema else {} for name, option in fields.items()}
+    properties = {
+        name: {"anyOf": [option.schema, {"type": "null"}]} if option.schema else {} for name, option in fields.items()
+    }
     return {"type": "object", "properties": properties, "required": ["messages" if chat else "prompt"]}
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _MOST_PIECES_PER_S = 400
-WHOLE_HOLD_S = 0.5  # between looks at an answer that goes out in one piece: no token is lost with a unit but those since the last
+WHOLE_HOLD_S = (
+    0.5  # between looks at an answer that goes out in one piece: no token is lost with a unit but those since the last
+)
 
 
 class Pace:

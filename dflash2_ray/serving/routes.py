@@ -57,11 +57,15 @@ def build_api(guards: Guards = Guards()) -> FastAPI:
     servable = lambda: api.dependency_overrides.get(_this_replica, _this_replica)()  # noqa: E731  (whom the routes would ask)
     api.add_middleware(EarlyRefusal, paths=GENERATING_PATHS, refusal=lambda: _ingress(servable()).refusal())
     api.add_middleware(CatchAll)
-    api.add_middleware(BodyLimit, max_bytes=guards.max_body_bytes)  # the one that is added last is the first to see a request
+    api.add_middleware(
+        BodyLimit, max_bytes=guards.max_body_bytes
+    )  # the one that is added last is the first to see a request
     if guards.keys.all():
         api.add_middleware(ApiKeys, keys=CurrentKeys(guards.keys))
     if guards.cors_origins:
-        api.add_middleware(CORSMiddleware, allow_origins=list(guards.cors_origins), allow_methods=["*"], allow_headers=["*"])
+        api.add_middleware(
+            CORSMiddleware, allow_origins=list(guards.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
     api.add_middleware(ProcessingTime)
     api.add_middleware(HeadAsGet)
     api.add_exception_handler(HTTPException, _http_exception)  # type: ignore[arg-type]

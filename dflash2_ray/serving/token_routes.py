@@ -10,13 +10,20 @@ from dflash2_ray.text.text_side import TextSide
 TOKENIZE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "model": {"type": ["string", "null"]}, "prompt": {"type": ["string", "null"]}, "messages": {"type": ["array", "null"]},
-        "tools": {"type": ["array", "null"]}, "add_special_tokens": {"type": ["boolean", "null"]}, "return_token_strs": {"type": ["boolean", "null"]},
+        "model": {"type": ["string", "null"]},
+        "prompt": {"type": ["string", "null"]},
+        "messages": {"type": ["array", "null"]},
+        "tools": {"type": ["array", "null"]},
+        "add_special_tokens": {"type": ["boolean", "null"]},
+        "return_token_strs": {"type": ["boolean", "null"]},
     },
 }
 DETOKENIZE_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"model": {"type": ["string", "null"]}, "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    },
     "required": ["tokens"],
 }
 
@@ -44,7 +51,9 @@ def detokenize(text: TextSide, body: Any, vocab_size: int) -> dict[str, Any]:
         raise InvalidRequest(f"tokens must be a list of token ids, got {type(tokens).__name__}", param="tokens")
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InvalidRequest(f"tokens: token ids are integers from 0 to {vocab_size - 1}, got {str(token)[:80]!r}", param="tokens")
+            raise InvalidRequest(
+                f"tokens: token ids are integers from 0 to {vocab_size - 1}, got {str(token)[:80]!r}", param="tokens"
+            )
     return {"prompt": text.tokenizer.decode(tokens, skip_special_tokens=False)}
 
 

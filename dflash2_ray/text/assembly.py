@@ -33,7 +33,9 @@ class TextAssembler:
         self._params = params or SamplingParams()
         self._tools = tools
         self._detokenizer = Detokenizer(tokenizer, self._params.skip_special_tokens)
-        self._stops = StopMatcher(self._params.stop, self._params.include_stop_str_in_output) if self._params.stop else None
+        self._stops = (
+            StopMatcher(self._params.stop, self._params.include_stop_str_in_output) if self._params.stop else None
+        )
         self._request_id = request_id
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
@@ -52,7 +54,12 @@ class TextAssembler:
             self._num_cached_tokens = delta.num_cached_tokens
         text, count, stop = self._show(delta)
         if stop is not None:
-            delta = replace(delta, token_ids=delta.token_ids[:count], finish_reason="stop", steps=cut_steps(delta.steps, len(delta.token_ids) - count))
+            delta = replace(
+                delta,
+                token_ids=delta.token_ids[:count],
+                finish_reason="stop",
+                steps=cut_steps(delta.steps, len(delta.token_ids) - count),
+            )
         self._token_ids.extend(delta.token_ids)
         logprobs = None if delta.logprobs is None else delta.logprobs[:count]
         self._logprobs.extend(logprobs or ())
@@ -60,10 +67,21 @@ class TextAssembler:
         self._count(delta)
         self._text.append(text)
         usage = Usage(self._num_prompt_tokens, len(self._token_ids), self._num_cached_tokens)
-        generation = self._generation(delta, usage, delta.stop_reason if stop is None else stop) if delta.finish_reason is not None else None
+        generation = (
+            self._generation(delta, usage, delta.stop_reason if stop is None else stop)
+            if delta.finish_reason is not None
+            else None
+        )
         return GenerationChunk(
-            self._request_id, text, tuple(delta.token_ids), usage, delta.finish_reason, generation,
-            logprobs, delta.prompt_logprobs, delta.skipped_reason,
+            self._request_id,
+            text,
+            tuple(delta.token_ids),
+            usage,
+            delta.finish_reason,
+            generation,
+            logprobs,
+            delta.prompt_logprobs,
+            delta.skipped_reason,
         )
 
     def _show(self, delta: RequestDelta) -> tuple[str, int, str | None]:
@@ -72,7 +90,11 @@ class TextAssembler:
         shown = delta.token_ids[:-1] if hidden else delta.token_ids
         if self._stops is None:
             text = self._detokenizer.push(shown)
-            return text + (self._detokenizer.finish() if delta.finish_reason is not None else ""), len(delta.token_ids), None
+            return (
+                text + (self._detokenizer.finish() if delta.finish_reason is not None else ""),
+                len(delta.token_ids),
+                None,
+            )
         pieces = []
         for index, token_id in enumerate(shown):  # one by one: the token that completes a stop string is the last one
             last = delta.finish_reason is not None and index == len(shown) - 1
@@ -120,4 +142,3 @@ class TextAssembler:
         if self._tools is None:
             return None
         return read_calls([text], self._request_id, self._tools.max_calls)[1]
-

@@ -54,12 +54,17 @@ class ChatTemplate:
             )
         turns = check_messages(messages)
         if tools and not self._shows_tools:
-            raise InvalidRequest("this model's chat template does not show tools; start the service with chat_template=PATH", param="tools")
+            raise InvalidRequest(
+                "this model's chat template does not show tools; start the service with chat_template=PATH",
+                param="tools",
+            )
         try:
             variables = {"messages": turns, "add_generation_prompt": True, "tools": tools, "documents": None}
             return self._sandbox.run(self._template, {**variables, **self._special_tokens})
         except Exception as error:  # a template is a program: whatever it raises, these messages made it do so
-            raise InvalidRequest(f"messages: the chat template refuses them: {cut(str(error), 300)}", param="messages") from None
+            raise InvalidRequest(
+                f"messages: the chat template refuses them: {cut(str(error), 300)}", param="messages"
+            ) from None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -72,14 +77,21 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             raise InvalidRequest(f"messages[{index}] must be an object, got {short(message)}", param="messages")
         role = message.get("role")
         if role not in ROLES:
-            raise InvalidRequest(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {short(role)}", param="messages")
+            raise InvalidRequest(
+                f"messages[{index}].role must be one of {', '.join(ROLES)}, got {short(role)}", param="messages"
+            )
         known = {"role", "content", "name", *_OWN_KEYS.get(role, ())}
         unknown = sorted(str(key) for key in set(message) - known)
         if unknown:
-            raise InvalidRequest(f"messages[{index}].{unknown[0][:80]} is not offered", param=f"messages[{index}].{unknown[0][:80]}")
+            raise InvalidRequest(
+                f"messages[{index}].{unknown[0][:80]} is not offered", param=f"messages[{index}].{unknown[0][:80]}"
+            )
         turn = {**message}
         if message.get("tool_calls") is not None:
-            turn["tool_calls"] = [_call(f"messages[{index}].tool_calls[{at}]", call) for at, call in enumerate(_calls(index, message["tool_calls"]))]
+            turn["tool_calls"] = [
+                _call(f"messages[{index}].tool_calls[{at}]", call)
+                for at, call in enumerate(_calls(index, message["tool_calls"]))
+            ]
         silent = bool(turn.get("tool_calls")) and message.get("content") is None  # an assistant that only called
         turns.append({**turn, "content": "" if silent else _content(index, message.get("content"))})
     return turns
@@ -90,7 +102,10 @@ _OWN_KEYS = {"assistant": ("tool_calls", "refusal"), "tool": ("tool_call_id",)}
 
 def _calls(index: int, calls: Any) -> list[Any]:
     if not isinstance(calls, list) or not calls:
-        raise InvalidRequest(f"messages[{index}].tool_calls must be a list of calls, none empty, got {short(calls)}", param=f"messages[{index}].tool_calls")
+        raise InvalidRequest(
+            f"messages[{index}].tool_calls must be a list of calls, none empty, got {short(calls)}",
+            param=f"messages[{index}].tool_calls",
+        )
     return calls
 
 
@@ -106,7 +121,9 @@ def _call(path: str, call: Any) -> dict[str, Any]:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, Mapping):
-        raise InvalidRequest(f"{path}.function.arguments must be a JSON object in a string, got {short(arguments)}", param=path)
+        raise InvalidRequest(
+            f"{path}.function.arguments must be a JSON object in a string, got {short(arguments)}", param=path
+        )
     return {**call, "function": {"name": name, "arguments": read}}
 
 
@@ -114,14 +131,18 @@ def _content(index: int, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"messages[{index}].content must be a string or a list of text parts, got {short(content)}", param="messages")
+        raise InvalidRequest(
+            f"messages[{index}].content must be a string or a list of text parts, got {short(content)}",
+            param="messages",
+        )
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
             raise InvalidRequest(
-                f"messages[{index}].content: only parts of type 'text' are offered, got {kind if isinstance(kind, str) else short(part)}", param="messages"
+                f"messages[{index}].content: only parts of type 'text' are offered, got {kind if isinstance(kind, str) else short(part)}",
+                param="messages",
             )
         texts.append(text)
     return "".join(texts)

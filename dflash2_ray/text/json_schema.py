@@ -21,7 +21,16 @@ _LISTED_SCHEMAS = {"anyOf", "allOf", "oneOf", "prefixItems"}
 _ONE_SCHEMA = {"items", "additionalItems", "additionalProperties"}
 _VALUES = {
     *("type", "const", "enum", "required", "$ref", "pattern", "format", "minLength", "maxLength", "multipleOf"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minProperties", "maxProperties"),
+    *(
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+    ),
 }
 _NOTES = {"$schema", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _AT_THE_ROOT = {"$id"}

@@ -24,7 +24,12 @@ class LimitedSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._running = threading.local()
 
     def run(
-        self, template: jinja2.Template, variables: Mapping[str, Any], *, limit_s: float = LIMIT_S, limit_characters: int = LIMIT_CHARACTERS
+        self,
+        template: jinja2.Template,
+        variables: Mapping[str, Any],
+        *,
+        limit_s: float = LIMIT_S,
+        limit_characters: int = LIMIT_CHARACTERS,
     ) -> str:
         """The template's text. Raises TemplateLimit, and whatever the template raises."""
         self._running.deadline = time.monotonic() + limit_s

@@ -49,7 +49,11 @@ class TextSide:
             return cls(folder, generation_config, str(override) if override.is_file() else None)
 
     def prepare(
-        self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None, sampling: Mapping[str, Any]
+        self,
+        prompt: str | None,
+        token_ids: Sequence[int] | None,
+        messages: Messages | None,
+        sampling: Mapping[str, Any],
     ) -> Prepared:
         """Whichever of the three is given, and its options. Raises InvalidRequest, also unless it is exactly one."""
         use, sampling = tool_use(sampling)
@@ -59,21 +63,31 @@ class TextSide:
         grammar = tool_grammar(use)
         if grammar is not None:
             if params.grammar is not None:
-                raise InvalidRequest("response_format contradicts a tool_choice that must call a tool", param="response_format")
+                raise InvalidRequest(
+                    "response_format contradicts a tool_choice that must call a tool", param="response_format"
+                )
             params = replace(params, grammar=grammar)
         return Prepared(self.prompt_ids(prompt, token_ids, messages, use), params, callable_tools(use))
 
     def assembler(self, request_id: str, request: Prepared) -> TextAssembler:
         """What turns the request's deltas into text, from now on."""
-        return TextAssembler(self.tokenizer, request_id, len(request.token_ids), time.perf_counter(), request.params, request.tools)
+        return TextAssembler(
+            self.tokenizer, request_id, len(request.token_ids), time.perf_counter(), request.params, request.tools
+        )
 
     def prompt_ids(
         self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None, use: ToolUse | None = None
     ) -> list[int]:
         """Token ids of whichever of the three is given. Raises InvalidRequest unless it is exactly one."""
-        given = [name for name, value in (("prompt", prompt), ("prompt_token_ids", token_ids), ("messages", messages)) if value is not None]
+        given = [
+            name
+            for name, value in (("prompt", prompt), ("prompt_token_ids", token_ids), ("messages", messages))
+            if value is not None
+        ]
         if len(given) != 1:
-            raise InvalidRequest(f"give exactly one of prompt, prompt_token_ids and messages, got {given or 'none'}", param="prompt")
+            raise InvalidRequest(
+                f"give exactly one of prompt, prompt_token_ids and messages, got {given or 'none'}", param="prompt"
+            )
         if messages is not None:
             return self.chat_ids(messages, use)
         if prompt is not None:
@@ -84,7 +98,9 @@ class TextSide:
 
     def chat_ids(self, messages: Messages, use: ToolUse | None = None) -> list[int]:
         """Token ids of a conversation in the chat template, asking for the assistant's next turn. Raises InvalidRequest."""
-        return self.tokenizer.encode(self.template.render(messages, use.shown if use else None), add_special_tokens=False)
+        return self.tokenizer.encode(
+            self.template.render(messages, use.shown if use else None), add_special_tokens=False
+        )
 
     def some_prompt(self, text: str) -> list[int]:
         """Token ids of a user's turn in the chat template; of the plain text where the template takes none."""

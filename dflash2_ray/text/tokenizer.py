@@ -21,7 +21,9 @@ class Tokenizer:
         """Read `tokenizer.json`. Raises CheckpointError when it is missing or unreadable."""
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"tokenizer: expected {path}, got no such file; a fast tokenizer (tokenizer.json) is needed")
+            raise CheckpointError(
+                f"tokenizer: expected {path}, got no such file; a fast tokenizer (tokenizer.json) is needed"
+            )
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises a bare Exception
@@ -35,7 +37,9 @@ class Tokenizer:
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError:  # what the library says of a str that it cannot take
-            raise InvalidRequest("prompt: holds half a surrogate pair (\\ud800 to \\udfff), which is no text", param="prompt") from None
+            raise InvalidRequest(
+                "prompt: holds half a surrogate pair (\\ud800 to \\udfff), which is no text", param="prompt"
+            ) from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that form no character become U+FFFD."""

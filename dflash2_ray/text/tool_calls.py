@@ -64,7 +64,9 @@ class ToolCallParser:
         self._text = ""
         self._told = 0  # everything before this position has been told or dropped; a call being read begins here
         self._scan: _Scan | None = None
-        self._blank: str | None = ""  # white space since the beginning or the last call; None once there was more than that
+        self._blank: str | None = (
+            ""  # white space since the beginning or the last call; None once there was more than that
+        )
 
     def push(self, text: str) -> list[Event]:
         """What `text` completes."""
@@ -184,7 +186,9 @@ class _Scan:
         return None
 
 
-def read_calls(pieces: Iterable[str], request_id: str, max_calls: int | None) -> tuple[str | None, list[dict[str, Any]]]:
+def read_calls(
+    pieces: Iterable[str], request_id: str, max_calls: int | None
+) -> tuple[str | None, list[dict[str, Any]]]:
     """(content, tool_calls) of a whole text, however it is cut; arguments as of `ToolCallParser`."""
     parser = ToolCallParser(request_id, max_calls)
     events = [event for piece in pieces for event in parser.push(piece)]

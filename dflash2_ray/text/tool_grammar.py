@@ -21,13 +21,18 @@ def tool_grammar(use: ToolUse | None) -> str | None:
     if use is None or not use.must_call:
         return None
     schemas = {
-        tool["function"]["name"]: checked_schema(parameters_of(tool), f"tools[{index}].function.parameters", AS_TEMPLATES_WRITE)
+        tool["function"]["name"]: checked_schema(
+            parameters_of(tool), f"tools[{index}].function.parameters", AS_TEMPLATES_WRITE
+        )
         for index, tool in enumerate(use.tools)
         if use.name in (None, tool["function"]["name"])
     }
     head, tail = OPEN + '\n{"name": "', "}\n" + CLOSE
     choices = " | ".join(f"tool_{index}" for index in range(len(schemas)))
-    rules = ["start: call" if use.max_calls == 1 else 'start: call ("\\n" call)*', f"call: {_text(head)} ({choices}) {_text(tail)}"]
+    rules = [
+        "start: call" if use.max_calls == 1 else 'start: call ("\\n" call)*',
+        f"call: {_text(head)} ({choices}) {_text(tail)}",
+    ]
     for index, (name, schema) in enumerate(schemas.items()):
         middle = name + '", "arguments": '
         rules.append(f"tool_{index}: {_text(middle)} %json {schema}")

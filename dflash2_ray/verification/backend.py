@@ -29,12 +29,21 @@ class Facts:
         try:
             config = told["config"]
             facts = cls(
-                where=where, model=told["model"], dtype=config["dtype"], device=config["device"], drafter=str(config["drafter"]),
-                num_speculative_tokens=config["num_speculative_tokens"], draft_width=config["draft_width"],
-                max_model_len=told["max_model_len"], max_num_seqs=config["max_num_seqs"], eos_token_ids=tuple(told["eos_token_ids"]),
+                where=where,
+                model=told["model"],
+                dtype=config["dtype"],
+                device=config["device"],
+                drafter=str(config["drafter"]),
+                num_speculative_tokens=config["num_speculative_tokens"],
+                draft_width=config["draft_width"],
+                max_model_len=told["max_model_len"],
+                max_num_seqs=config["max_num_seqs"],
+                eos_token_ids=tuple(told["eos_token_ids"]),
             )
         except (KeyError, TypeError):
-            raise ConfigError(f"{where}: not a dflash2_ray service of this version (/server_info lacks what verify reads)") from None
+            raise ConfigError(
+                f"{where}: not a dflash2_ray service of this version (/server_info lacks what verify reads)"
+            ) from None
         if facts.num_speculative_tokens == 0:
             raise ConfigError(f"drafter: nothing to verify, no drafter is configured ({where}); set `drafter`")
         return facts
@@ -52,15 +61,23 @@ class Backend(Protocol):
         """Tokens of each prompt, chat prompts in the chat template."""
 
     def answer(
-        self, prompts: Sequence[Prompt], options: Mapping[str, Any], *, speculate: bool, in_flight: int,
-        top_logprobs: int | None = None, stream: bool = False,
+        self,
+        prompts: Sequence[Prompt],
+        options: Mapping[str, Any],
+        *,
+        speculate: bool,
+        in_flight: int,
+        top_logprobs: int | None = None,
+        stream: bool = False,
     ) -> list[Answer]:
         """Answers in order, at most `in_flight` requests at once. options: HTTP fields. top_logprobs: log-probabilities with so
         many alternatives, on either route. stream: answers are put together from streams. Raises ConfigError when the
         service cannot be reached or fails; a refusal is an answer."""
 
 
-def request_body(prompt: Prompt, options: Mapping[str, Any], speculate: bool, top_logprobs: int | None) -> dict[str, Any]:
+def request_body(
+    prompt: Prompt, options: Mapping[str, Any], speculate: bool, top_logprobs: int | None
+) -> dict[str, Any]:
     """The HTTP body that asks for it."""
     body: dict[str, Any] = {**options}
     if prompt.chat:

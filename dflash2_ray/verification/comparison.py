@@ -22,7 +22,9 @@ class Difference:
         return asdict(self)
 
     def __str__(self) -> str:
-        place = (f" {self.position}" if self.position is not None else "") + (f" of choice {self.choice}" if self.choice else "")
+        place = (f" {self.position}" if self.position is not None else "") + (
+            f" of choice {self.choice}" if self.choice else ""
+        )
         return f"{self.what}{place}: {_short(self.one)}, got {_short(self.other)}"
 
 
@@ -36,7 +38,9 @@ def compare(one: Answer, other: Answer, tolerance: float) -> Difference | None:
         found = _compare(first, second, tolerance, index)
         if found is not None:
             return found
-    counts = [{**answer.usage, "prompt_tokens_details": None} for answer in (one, other)]  # what was cached is no part of an answer
+    counts = [
+        {**answer.usage, "prompt_tokens_details": None} for answer in (one, other)
+    ]  # what was cached is no part of an answer
     return None if counts[0] == counts[1] else Difference("usage", one.usage, other.usage)
 
 
@@ -51,7 +55,9 @@ def first_token(one: Sequence[int], other: Sequence[int]) -> int | None:
 def _compare(one: Choice, other: Choice, tolerance: float, index: int) -> Difference | None:
     position = first_token(one.token_ids, other.token_ids)
     if position is not None:
-        return Difference("token", token_at(one.token_ids, position), token_at(other.token_ids, position), position, index)
+        return Difference(
+            "token", token_at(one.token_ids, position), token_at(other.token_ids, position), position, index
+        )
     for what in ("text", "finish_reason", "stop_reason", "tool_calls"):
         first, second = getattr(one, what), getattr(other, what)
         if first != second or type(first) is not type(second):

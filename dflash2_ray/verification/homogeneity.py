@@ -25,7 +25,10 @@ class Homogeneity:
         if not self.degrees or not other.degrees:
             return self if self.degrees else other
         return Homogeneity(
-            self.statistic + other.statistic, self.degrees + other.degrees, self.num_pairs + other.num_pairs, min(self.size, other.size)
+            self.statistic + other.statistic,
+            self.degrees + other.degrees,
+            self.num_pairs + other.num_pairs,
+            min(self.size, other.size),
         )
 
     @property
@@ -40,7 +43,9 @@ class Homogeneity:
         """
         if not self.degrees:
             return 0.0
-        return float(ncx2.sf(chi2.isf(alpha, self.degrees), self.degrees, max(2 * self.size * self.num_pairs * shift**2, 1e-12)))
+        return float(
+            ncx2.sf(chi2.isf(alpha, self.degrees), self.degrees, max(2 * self.size * self.num_pairs * shift**2, 1e-12))
+        )
 
     def detectable(self, alpha: float, power: float = 0.9) -> float:
         """The smallest shift in total variation that is found with at least this power; inf when even 1 is not."""
@@ -56,7 +61,9 @@ def homogeneity(one: Sequence[Hashable], other: Sequence[Hashable]) -> Homogenei
         raise ValueError(f"expected samples of equal size, got {len(one)} and {len(other)}")
     totals = Counter(one) + Counter(other)
     cell_of: dict[Hashable, Hashable] = {value: ("value", value) for value in totals}
-    rare = sorted((value for value, count in totals.items() if count < MIN_CELL), key=lambda value: (-totals[value], repr(value)))
+    rare = sorted(
+        (value for value, count in totals.items() if count < MIN_CELL), key=lambda value: (-totals[value], repr(value))
+    )
     cell_of |= {value: ("rare", index % _NUM_RARE) for index, value in enumerate(rare)}
     for _ in range(2):  # small cells into one; if that is small too, into the smallest other one
         sizes: Counter[Hashable] = Counter()
@@ -66,7 +73,9 @@ def homogeneity(one: Sequence[Hashable], other: Sequence[Hashable]) -> Homogenei
         if small:
             others = [cell for cell in sizes if cell not in small]
             alone = sum(sizes[cell] for cell in small) < MIN_CELL
-            into: Hashable = min(others, key=lambda cell: (sizes[cell], repr(cell))) if others and alone else ("rest", None)
+            into: Hashable = (
+                min(others, key=lambda cell: (sizes[cell], repr(cell))) if others and alone else ("rest", None)
+            )
             cell_of = {value: into if cell in small else cell for value, cell in cell_of.items()}
     counts = [Counter(cell_of[value] for value in sample) for sample in (one, other)]
     cells = set(cell_of.values())

@@ -13,7 +13,11 @@ from dflash2_ray.verification.backend import Backend
 from dflash2_ray.verification.comparison import first_token, token_at
 
 Told = Callable[[str], None]
-RUNS = (("plain, in company", False, True), ("speculative, alone", True, False), ("speculative, in company", True, True))
+RUNS = (
+    ("plain, in company", False, True),
+    ("speculative, alone", True, False),
+    ("speculative, in company", True, True),
+)
 NUM_RUNS = 1 + len(RUNS)
 
 
@@ -50,8 +54,12 @@ class IdentityRun:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "run": self.name, "num_texts": self.num_texts, "num_equal": self.num_equal, "num_refused": self.num_refused,
-            "num_accepted_draft_tokens": self.num_accepted, "differences": [asdict(one) for one in self.differences],
+            "run": self.name,
+            "num_texts": self.num_texts,
+            "num_equal": self.num_equal,
+            "num_refused": self.num_refused,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "differences": [asdict(one) for one in self.differences],
         }
 
 
@@ -71,7 +79,13 @@ class Identity:
 
 
 def check_identity(
-    backend: Backend, prompts: Sequence[Prompt], *, max_tokens: int, company: int, bound: float, told: Told = lambda name: None
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    company: int,
+    bound: float,
+    told: Told = lambda name: None,
 ) -> Identity:
     """told: called with the name of each run before it starts. Raises ConfigError."""
     options = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
@@ -94,7 +108,9 @@ def _run(name: str, plain: Sequence[Answer], got: Sequence[Answer], speculative:
         wanted, found = one.choices[0].token_ids, other.choices[0].token_ids
         position = first_token(wanted, found)
         if position is not None:
-            apart.append(Apart(index, position, token_at(wanted, position), token_at(found, position), _margin(one, position)))
+            apart.append(
+                Apart(index, position, token_at(wanted, position), token_at(found, position), _margin(one, position))
+            )
     return IdentityRun(name, len(plain), sum(one.accepted for one in got), speculative, tuple(apart), refused)
 
 

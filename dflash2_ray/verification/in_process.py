@@ -27,18 +27,29 @@ class InProcess:
         self._engine.close()
 
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
-        return [len(self._engine.chat_ids(_messages(one)) if one.chat else self._engine.tokenizer.encode(one.text)) for one in prompts]
+        return [
+            len(self._engine.chat_ids(_messages(one)) if one.chat else self._engine.tokenizer.encode(one.text))
+            for one in prompts
+        ]
 
     def answer(
-        self, prompts: Sequence[Prompt], options: Mapping[str, Any], *, speculate: bool, in_flight: int,
-        top_logprobs: int | None = None, stream: bool = False,
+        self,
+        prompts: Sequence[Prompt],
+        options: Mapping[str, Any],
+        *,
+        speculate: bool,
+        in_flight: int,
+        top_logprobs: int | None = None,
+        stream: bool = False,
     ) -> list[Answer]:
         answers: dict[int, Answer] = {}
         for chat in (False, True):
             indices = [index for index, prompt in enumerate(prompts) if prompt.chat == chat]
             if indices:
                 picked = [prompts[index] for index in indices]
-                found = self._route(picked, request_body(picked[0], options, speculate, top_logprobs), in_flight, stream)
+                found = self._route(
+                    picked, request_body(picked[0], options, speculate, top_logprobs), in_flight, stream
+                )
                 answers |= dict(zip(indices, found, strict=True))
         return [answers[index] for index in range(len(prompts))]
 
@@ -54,16 +65,25 @@ class InProcess:
                 return [refusal(http_error(error).status, error.param, error.message)]
         key = "messages" if prompts[0].chat else "prompt"
         bodies = [{**body, key: _messages(one) if one.chat else one.text} for one in prompts]
-        return [answer for prompt, one in zip(prompts, bodies, strict=True) for answer in self._route([prompt], one, in_flight, stream)]
+        return [
+            answer
+            for prompt, one in zip(prompts, bodies, strict=True)
+            for answer in self._route([prompt], one, in_flight, stream)
+        ]
 
     def _whole(self, prompts: Sequence[Prompt], asked: ApiRequest, in_flight: int) -> list[Answer]:
         if asked.chat:
-            generations = self._engine.chat([_messages(one) for one in prompts], max_in_flight=in_flight, **asked.sampling)
+            generations = self._engine.chat(
+                [_messages(one) for one in prompts], max_in_flight=in_flight, **asked.sampling
+            )
         else:
-            generations = self._engine.generate([one.text for one in prompts], max_in_flight=in_flight, **asked.sampling)
+            generations = self._engine.generate(
+                [one.text for one in prompts], max_in_flight=in_flight, **asked.sampling
+            )
         count = asked.num_choices
         return [
-            self._answer(prompt, asked, generations[index * count : (index + 1) * count], None) for index, prompt in enumerate(prompts)
+            self._answer(prompt, asked, generations[index * count : (index + 1) * count], None)
+            for index, prompt in enumerate(prompts)
         ]
 
     def _streamed(self, prompt: Prompt, asked: ApiRequest) -> Answer:
@@ -89,14 +109,24 @@ class InProcess:
             calls: tuple[tuple[str, str], ...] = ()
             if asked.tool_use is not None:
                 content, found = read_calls(pieces[index] if pieces else [text], "verify", asked.tool_use.max_calls)
-                text, calls = content or "", tuple((call["function"]["name"], call["function"]["arguments"]) for call in found)
+                text, calls = (
+                    content or "",
+                    tuple((call["function"]["name"], call["function"]["arguments"]) for call in found),
+                )
                 reason = finish_reason_of(reason, bool(calls))
             told = None
             if generation.logprobs is not None:
                 told = _logprobs([*(generation.prompt_logprobs or ()), *generation.logprobs])
-            choices.append(Choice(
-                prompt.text + text if asked.echo else text, tuple(generation.token_ids), reason, generation.stop_reason, calls, told
-            ))
+            choices.append(
+                Choice(
+                    prompt.text + text if asked.echo else text,
+                    tuple(generation.token_ids),
+                    reason,
+                    generation.stop_reason,
+                    calls,
+                    told,
+                )
+            )
         accepted = sum(one.metrics["speculative_decoding"]["num_accepted_draft_tokens"] for one in generations)
         return Answer(tuple(choices), usage_of(list(generations), len(generations)), accepted)
 
@@ -123,4 +153,7 @@ def _joined(generation: Generation, chunks: Sequence[GenerationChunk]) -> Genera
 
 def _logprobs(entries: Iterable[Any]) -> tuple[TokenLogprobs, ...]:
     """Entries as in `Generation.logprobs`; None for a prompt's first token."""
-    return tuple((None, ()) if entry is None else (entry[0], tuple((int(token), float(value)) for token, value in entry[1])) for entry in entries)
+    return tuple(
+        (None, ()) if entry is None else (entry[0], tuple((int(token), float(value)) for token, value in entry[1]))
+        for entry in entries
+    )

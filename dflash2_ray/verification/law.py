@@ -19,8 +19,13 @@ NUM_TOKENS = 6  # the first comes from the prompt alone, in every mode
 LAWS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
     "cut and shaped": {
-        "temperature": 1.2, "top_p": 0.98, "top_k": 200, "min_p": 0.005,
-        "repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+        "temperature": 1.2,
+        "top_p": 0.98,
+        "top_k": 200,
+        "min_p": 0.005,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
     },
 }
 
@@ -64,14 +69,26 @@ class LawTest:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "law": self.name, "options": self.options, "passed": self.passed, "refused": self.refused, "num_prompts": self.num_prompts,
-            "num_samples_per_prompt_and_side": self.num_samples, "num_accepted_draft_tokens": self.num_accepted, "alpha": ALPHA,
-            "num_tests": len(self.run), "num_tests_corrected_for": self.num_corrected, "smallest_p": min((one.p_value for one in self.run.values()), default=1.0),
+            "law": self.name,
+            "options": self.options,
+            "passed": self.passed,
+            "refused": self.refused,
+            "num_prompts": self.num_prompts,
+            "num_samples_per_prompt_and_side": self.num_samples,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "alpha": ALPHA,
+            "num_tests": len(self.run),
+            "num_tests_corrected_for": self.num_corrected,
+            "smallest_p": min((one.p_value for one in self.run.values()), default=1.0),
             "corrected_p": self.p_value,
             "tests": [
                 {
-                    "compared": name, "statistic": one.statistic, "degrees_of_freedom": one.degrees, "p": one.p_value,
-                    "num_prompts": one.num_pairs, "shift_found_with_power_0.9": one.detectable(self.alpha),
+                    "compared": name,
+                    "statistic": one.statistic,
+                    "degrees_of_freedom": one.degrees,
+                    "p": one.p_value,
+                    "num_prompts": one.num_pairs,
+                    "shift_found_with_power_0.9": one.detectable(self.alpha),
                     "power_against_shift_0.1": one.power(0.1, self.alpha),
                 }
                 for name, one in self.run.items()
@@ -80,7 +97,12 @@ class LawTest:
 
 
 def check_law(
-    backend: Backend, prompts: Sequence[Prompt], *, samples: int, in_flight: int, told: Callable[[str], None] = lambda name: None
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    in_flight: int,
+    told: Callable[[str], None] = lambda name: None,
 ) -> list[LawTest]:
     """Every law; told: called with a name before each of the two samples of a prompt is drawn. Raises ConfigError."""
     return [_check(backend, prompts, name, options, samples, in_flight, told) for name, options in LAWS.items()]
@@ -92,7 +114,13 @@ def num_draws(num_prompts: int) -> int:
 
 
 def _check(
-    backend: Backend, prompts: Sequence[Prompt], name: str, options: dict[str, Any], samples: int, in_flight: int, told: Callable[[str], None]
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    name: str,
+    options: dict[str, Any],
+    samples: int,
+    in_flight: int,
+    told: Callable[[str], None],
 ) -> LawTest:
     asked = {**options, "max_tokens": NUM_TOKENS + 1, "ignore_eos": True}
     pairs: list[tuple[list[Answer], list[Answer]]] = []
@@ -111,6 +139,7 @@ def _check(
 
 def _tests(pairs: Sequence[tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]) -> dict[str, Homogeneity]:
     """pairs: the texts of one prompt, plain and speculative."""
+
     def over_prompts(cut: slice) -> Homogeneity:
         each = (homogeneity([text[cut] for text in plain], [text[cut] for text in fast]) for plain, fast in pairs)
         return reduce(lambda one, other: one + other, each, Homogeneity())

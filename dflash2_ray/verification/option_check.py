@@ -71,9 +71,16 @@ class SetResult:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "set": self.name, "options": self.options, "passed": self.passed, "refused": self.refused, "num_texts": self.num_texts,
-            "num_accepted_draft_tokens": self.num_accepted, "had_effect": self.had_effect, "p_rounding": self.p_rounding,
-            "differences": [one.as_dict() for one in self.differences], "rounding": [one.as_dict() for one in self.rounding],
+            "set": self.name,
+            "options": self.options,
+            "passed": self.passed,
+            "refused": self.refused,
+            "num_texts": self.num_texts,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "had_effect": self.had_effect,
+            "p_rounding": self.p_rounding,
+            "differences": [one.as_dict() for one in self.differences],
+            "rounding": [one.as_dict() for one in self.rounding],
         }
 
 
@@ -97,8 +104,11 @@ class OptionReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "passed": self.passed, "num_accepted_draft_tokens": self.num_accepted, "plain_texts": self.plain_texts,
-            "plain_differences": self.plain_differences, "sets": [one.as_dict() for one in self.sets],
+            "passed": self.passed,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "plain_texts": self.plain_texts,
+            "plain_differences": self.plain_differences,
+            "sets": [one.as_dict() for one in self.sets],
         }
 
 
@@ -106,7 +116,14 @@ class OptionCheck:
     """exact: every difference fails; tolerance: of log-probabilities."""
 
     def __init__(
-        self, backend: Backend, prompts: Sequence[Prompt], *, max_tokens: int, in_flight: int, exact: bool, tolerance: float,
+        self,
+        backend: Backend,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int,
+        in_flight: int,
+        exact: bool,
+        tolerance: float,
         told: Told = lambda name: None,
     ) -> None:
         self._backend, self._prompts, self._max_tokens, self._in_flight = backend, prompts, max_tokens, in_flight
@@ -115,7 +132,9 @@ class OptionCheck:
 
     def sets(self) -> tuple[OptionSet, ...]:
         """The sets, with values from plain greedy answers. Raises ConfigError."""
-        answers = self._backend.answer(self._prompts, {**GREEDY, "max_tokens": self._max_tokens}, speculate=False, in_flight=self._in_flight)
+        answers = self._backend.answer(
+            self._prompts, {**GREEDY, "max_tokens": self._max_tokens}, speculate=False, in_flight=self._in_flight
+        )
         return option_sets(Seen.of(answers, self._backend.facts.eos_token_ids), self._max_tokens)
 
     def run(self, sets: Sequence[OptionSet]) -> OptionReport:
@@ -135,7 +154,9 @@ class OptionCheck:
                 alone = self._ask(one, text, one.route, speculate=False, in_flight=1)
                 texts += len(alone)
                 differences += sum(_token_differs(a, b, self._tolerance) for a, b in zip(company, alone, strict=True))
-        judged = (replace(one, p_rounding=_p_rounding(one, texts, differences), alpha=ALPHA / len(sets)) for one in results)
+        judged = (
+            replace(one, p_rounding=_p_rounding(one, texts, differences), alpha=ALPHA / len(sets)) for one in results
+        )
         return OptionReport(tuple(judged), texts, differences)
 
     def _set(self, one: OptionSet, by_name: Mapping[str, OptionSet]) -> SetResult:
@@ -165,7 +186,13 @@ class OptionCheck:
                 effect |= any(compare(a, b, self._tolerance) is not None for a, b in zip(beside, plain, strict=True))
         refused = refusals[0] if refusals and not texts else None
         return SetResult(
-            one.name, one.options, texts, accepted, effect if one.beside is not None else None, tuple(differences), tuple(rounding),
+            one.name,
+            one.options,
+            texts,
+            accepted,
+            effect if one.beside is not None else None,
+            tuple(differences),
+            tuple(rounding),
             refused=refused,
         )
 
@@ -175,7 +202,9 @@ class OptionCheck:
             self._plain[key] = self._ask(one, text, route, speculate=False, in_flight=self._in_flight)
         return self._plain[key]
 
-    def _ask(self, one: OptionSet, text: str, route: str | None, *, speculate: bool, in_flight: int, stream: bool = False) -> list[Answer]:
+    def _ask(
+        self, one: OptionSet, text: str, route: str | None, *, speculate: bool, in_flight: int, stream: bool = False
+    ) -> list[Answer]:
         options = {"max_tokens": self._max_tokens, **one.texts[text]}
         prompts = [replace(prompt, chat=route == "chat") if route else prompt for prompt in self._prompts]
         return self._backend.answer(prompts, options, speculate=speculate, in_flight=in_flight, stream=stream)

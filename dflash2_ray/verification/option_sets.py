@@ -33,7 +33,11 @@ class OptionSet:
     @property
     def texts(self) -> dict[str, dict[str, Any]]:
         """Options of each run, without `max_tokens`."""
-        return {name: {**law, **self.options} for name, law in TEXTS.items() if name == "seeded" or "temperature" not in self.options}
+        return {
+            name: {**law, **self.options}
+            for name, law in TEXTS.items()
+            if name == "seeded" or "temperature" not in self.options
+        }
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,27 @@ def option_sets(seen: Seen, max_tokens: int) -> tuple[OptionSet, ...]:
         OptionSet("response_format json_schema", {"response_format": _SCHEMA_FORMAT}, form=_is_animal),
         OptionSet("response_format regex", {"response_format": {"type": "regex", "regex": _REGEX}}, form=_is_regex),
         OptionSet("tools auto", {**tools, "tool_choice": "auto"}, "chat"),
-        OptionSet("tools required", {**tools, "tool_choice": "required", "parallel_tool_calls": False}, "chat", "tools auto", _is_call),
+        OptionSet(
+            "tools required",
+            {**tools, "tool_choice": "required", "parallel_tool_calls": False},
+            "chat",
+            "tools auto",
+            _is_call,
+        ),
         OptionSet("tools named", {**tools, "tool_choice": call}, "chat", "tools auto", _is_call),
-        OptionSet("many at once", {
-            "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.3, "logit_bias": {often: -2}, "bad_words": list(seen.words[:1]),
-            "min_tokens": less, "stop": stops, "n": 2,
-        }),
+        OptionSet(
+            "many at once",
+            {
+                "top_p": 0.95,
+                "repetition_penalty": 1.1,
+                "presence_penalty": 0.3,
+                "logit_bias": {often: -2},
+                "bad_words": list(seen.words[:1]),
+                "min_tokens": less,
+                "stop": stops,
+                "n": 2,
+            },
+        ),
     )
 
 
@@ -115,18 +134,41 @@ _REGEX = r"(yes|no), [a-z]{3,9} [0-9]{2}"
 _KINDS = ["pony", "horse"]
 _SCHEMA_FORMAT = {
     "type": "json_schema",
-    "json_schema": {"name": "animal", "schema": {
-        "type": "object", "properties": {"kind": {"enum": _KINDS}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["kind", "age"], "additionalProperties": False,
-    }},
+    "json_schema": {
+        "name": "animal",
+        "schema": {
+            "type": "object",
+            "properties": {"kind": {"enum": _KINDS}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["kind", "age"],
+            "additionalProperties": False,
+        },
+    },
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "get_time", "parameters": {
-        "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"], "additionalProperties": False,
-    }}},
-    {"type": "function", "function": {"name": "get_weather", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"], "additionalProperties": False,
-    }}},
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "parameters": {
+                "type": "object",
+                "properties": {"zone": {"enum": ["UTC", "CET"]}},
+                "required": ["zone"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 8}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
 ]
 
 
@@ -147,7 +189,9 @@ def _is_regex(choice: Choice) -> bool:
 
 def _is_call(choice: Choice) -> bool:
     keys = {tool["function"]["name"]: tool["function"]["parameters"]["required"] for tool in TOOLS}  # type: ignore[index]
-    return bool(choice.tool_calls) and all(sorted(_json(text) or ()) == keys.get(name) for name, text in choice.tool_calls)
+    return bool(choice.tool_calls) and all(
+        sorted(_json(text) or ()) == keys.get(name) for name, text in choice.tool_calls
+    )
 
 
 def _json(text: str) -> Any:

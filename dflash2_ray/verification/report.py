@@ -37,7 +37,9 @@ class Report:
         if self.identity is not None:
             worst = max((apart.margin for run in self.identity.runs for apart in run.differences), default=0.0)
             if worst > self.identity.bound:
-                reasons.append(f"a greedy text differs where the plain margin is {worst:.3g}; the bound is {self.identity.bound:g}")
+                reasons.append(
+                    f"a greedy text differs where the plain margin is {worst:.3g}; the bound is {self.identity.bound:g}"
+                )
             if any(run.num_refused for run in self.identity.runs):
                 reasons.append("greedy requests were refused")
             if any(run.speculative and not run.num_accepted for run in self.identity.runs):
@@ -67,8 +69,14 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "passed": self.passed, "reasons": self.reasons, "facts": asdict(self.facts), "num_prompts": self.num_prompts,
-            "num_prompts_left_out": self.num_left_out, "max_tokens": self.max_tokens, "company": self.company, "seconds": round(self.seconds, 1),
+            "passed": self.passed,
+            "reasons": self.reasons,
+            "facts": asdict(self.facts),
+            "num_prompts": self.num_prompts,
+            "num_prompts_left_out": self.num_left_out,
+            "max_tokens": self.max_tokens,
+            "company": self.company,
+            "seconds": round(self.seconds, 1),
             "identity": None if self.identity is None else self.identity.as_dict(),
             "laws": None if self.laws is None else [law.as_dict() for law in self.laws],
             "options": None if self.options is None else self.options.as_dict(),
@@ -96,7 +104,9 @@ class Report:
         yield "Greedy identity: each text against plain decoding, alone"
         for run in identity.runs:
             accepted = f"{run.num_accepted:,} drafts accepted" if run.speculative else ""
-            yield _row(run.passed(identity.bound), run.name, f"{run.num_equal} of {run.num_texts} texts equal", accepted)
+            yield _row(
+                run.passed(identity.bound), run.name, f"{run.num_equal} of {run.num_texts} texts equal", accepted
+            )
             for one in run.differences[:MAX_SHOWN]:
                 yield f"       prompt {one.prompt}, token {one.position}: plain {one.plain}, got {one.got}, plain margin {one.margin:.2g} (a tie up to {identity.bound:g})"
 
@@ -125,7 +135,9 @@ class Report:
                 yield f"  {'none' if one.passed else 'FAIL'} {one.name:<28} refused ({one.refused[:90]})"
             else:
                 notes = f"; {', '.join(one.notes)}" if one.notes else ""
-                yield _row(one.passed, one.name, f"{one.num_texts} texts", f"{one.num_accepted:,} drafts accepted{notes}")
+                yield _row(
+                    one.passed, one.name, f"{one.num_texts} texts", f"{one.num_accepted:,} drafts accepted{notes}"
+                )
             for found in (one.differences + one.rounding)[:MAX_SHOWN]:
                 yield f"       {found}"
         if report.plain_texts:

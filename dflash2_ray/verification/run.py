@@ -18,8 +18,17 @@ Progress = Callable[[str, float, float], None]
 
 
 def run_checks(
-    backend: Backend, prompts: Sequence[Prompt], *, checks: Collection[str], max_tokens: int, company: int, samples: int,
-    law_prompts: int, option_prompts: int, margin: float | None, progress: Progress = lambda phase, done, total: None,
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    *,
+    checks: Collection[str],
+    max_tokens: int,
+    company: int,
+    samples: int,
+    law_prompts: int,
+    option_prompts: int,
+    margin: float | None,
+    progress: Progress = lambda phase, done, total: None,
 ) -> Report:
     """progress(what is done now, done, total). Raises ConfigError when no prompt has room for an answer, or the service fails."""
     started = time.perf_counter()
@@ -27,10 +36,18 @@ def run_checks(
     company = min(company, facts.max_num_seqs)
     bound = BOUNDS.get(facts.dtype, REDUCED_BOUND) if margin is None else margin
     counts = backend.num_tokens(prompts)
-    fit = [prompt for prompt, count in zip(prompts, counts, strict=True) if 0 < count <= facts.max_model_len - max_tokens]
+    fit = [
+        prompt for prompt, count in zip(prompts, counts, strict=True) if 0 < count <= facts.max_model_len - max_tokens
+    ]
     if not fit:
-        raise ConfigError(f"prompts: none of {len(prompts)} leaves room for {max_tokens} tokens in {facts.max_model_len}")
-    roomy = {p for p, count in zip(prompts, counts, strict=True) if 0 < count <= facts.max_model_len - max_tokens - TOOLS_ROOM}
+        raise ConfigError(
+            f"prompts: none of {len(prompts)} leaves room for {max_tokens} tokens in {facts.max_model_len}"
+        )
+    roomy = {
+        p
+        for p, count in zip(prompts, counts, strict=True)
+        if 0 < count <= facts.max_model_len - max_tokens - TOOLS_ROOM
+    }
     drawn, optioned = spread(fit, law_prompts), spread([one for one in fit if one in roomy] or fit, option_prompts)
     left = {"identity": NUM_RUNS, "law": num_draws(len(drawn)), "options": 0}
     option_check = sets = None
@@ -44,7 +61,13 @@ def run_checks(
 
     if "options" in checks:
         option_check = OptionCheck(
-            backend, optioned, max_tokens=max_tokens, in_flight=company, exact=facts.dtype == "float32", tolerance=bound, told=told
+            backend,
+            optioned,
+            max_tokens=max_tokens,
+            in_flight=company,
+            exact=facts.dtype == "float32",
+            tolerance=bound,
+            told=told,
         )
         sets = option_check.sets()
         total += len(sets)
@@ -56,7 +79,15 @@ def run_checks(
     if option_check is not None and sets is not None:
         options = option_check.run(sets)
     return Report(
-        facts, len(fit), len(prompts) - len(fit), max_tokens, company, time.perf_counter() - started, identity, laws, options
+        facts,
+        len(fit),
+        len(prompts) - len(fit),
+        max_tokens,
+        company,
+        time.perf_counter() - started,
+        identity,
+        laws,
+        options,
     )
 
 

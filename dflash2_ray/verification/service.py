@@ -19,7 +19,9 @@ PATIENCE_S = 120.0  # how long one request is offered again while the service sa
 class Service:
     """A `Backend`. Raises ConfigError: nobody listens at `url`, no drafter, another model than `model`, or a key is missing."""
 
-    def __init__(self, url: str, api_key: str | None = None, model: str | None = None, http: httpx.Client | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, model: str | None = None, http: httpx.Client | None = None
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
@@ -35,15 +37,25 @@ class Service:
 
     def num_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
         def count(prompt: Prompt) -> int:
-            body = {key: value for key, value in request_body(prompt, {}, True, None).items() if key in ("messages", "prompt")}
+            body = {
+                key: value
+                for key, value in request_body(prompt, {}, True, None).items()
+                if key in ("messages", "prompt")
+            }
             response = self._send("POST", "/tokenize", body)
             return int(self._json(response)["count"]) if response.status_code == 200 else 0
 
         return _together(count, prompts, self.facts.max_num_seqs)
 
     def answer(
-        self, prompts: Sequence[Prompt], options: Mapping[str, Any], *, speculate: bool, in_flight: int,
-        top_logprobs: int | None = None, stream: bool = False,
+        self,
+        prompts: Sequence[Prompt],
+        options: Mapping[str, Any],
+        *,
+        speculate: bool,
+        in_flight: int,
+        top_logprobs: int | None = None,
+        stream: bool = False,
     ) -> list[Answer]:
         def ask(prompt: Prompt) -> Answer:
             body = request_body(prompt, options, speculate, top_logprobs)
@@ -72,14 +84,18 @@ class Service:
         if response.status_code in (401, 403):
             raise ConfigError(f"{self._url}: refuses the API key; give --api-key or set DFLASH2_API_KEY")
         if response.status_code not in (200, 400, 413, 422):
-            raise ConfigError(f"{self._url}: {method} {path} answered {response.status_code}: {str(_error_of(response).get('message'))[:200]}")
+            raise ConfigError(
+                f"{self._url}: {method} {path} answered {response.status_code}: {str(_error_of(response).get('message'))[:200]}"
+            )
         return response
 
     def _json(self, response: httpx.Response) -> Any:
         try:
             return response.json()
         except ValueError:
-            raise ConfigError(f"{self._url}: not a dflash2_ray service: {response.request.url.path} is not JSON") from None
+            raise ConfigError(
+                f"{self._url}: not a dflash2_ray service: {response.request.url.path} is not JSON"
+            ) from None
 
 
 def _together(call: Callable[[Prompt], Any], prompts: Sequence[Prompt], in_flight: int) -> list[Any]:
@@ -114,9 +130,20 @@ def read_answer(body: Mapping[str, Any]) -> Answer:
     choices, accepted = [], 0
     for one in body["choices"]:
         message = one.get("message", {})
-        calls = tuple((call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+        calls = tuple(
+            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+        )
         text = (message.get("content") or "") if message else one.get("text", "")
-        choices.append(Choice(text, tuple(one["token_ids"]), one["finish_reason"], one.get("stop_reason"), calls, _logprobs(one.get("logprobs"))))
+        choices.append(
+            Choice(
+                text,
+                tuple(one["token_ids"]),
+                one["finish_reason"],
+                one.get("stop_reason"),
+                calls,
+                _logprobs(one.get("logprobs")),
+            )
+        )
         accepted += one.get("metrics", {}).get("speculative_decoding", {}).get("num_accepted_draft_tokens", 0)
     accepted += body.get("metrics", {}).get("speculative_decoding", {}).get("num_accepted_draft_tokens", 0)
     return Answer(tuple(choices), body.get("usage") or {}, accepted)
@@ -128,7 +155,9 @@ def _events(text: str) -> list[dict[str, Any]]:
     events = [json.loads(frame) for frame in frames if frame != "[DONE]"]
     failed = next((event["error"] for event in events if "error" in event), None)
     if failed or not frames or frames[-1] != "[DONE]":
-        raise ConfigError(f"the service failed in a stream: {failed['message'] if failed else 'it did not end with [DONE]'}")
+        raise ConfigError(
+            f"the service failed in a stream: {failed['message'] if failed else 'it did not end with [DONE]'}"
+        )
     return events
 
 
@@ -139,7 +168,9 @@ def joined(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for event in events:
         body |= {key: event[key] for key in ("usage", "metrics") if event.get(key)}
         for piece in event["choices"]:
-            choice = choices.setdefault(piece["index"], {"token_ids": [], "finish_reason": None, "logprobs": None, "text": ""})
+            choice = choices.setdefault(
+                piece["index"], {"token_ids": [], "finish_reason": None, "logprobs": None, "text": ""}
+            )
             delta = piece.get("delta")
             if delta is None:
                 choice["text"] += piece.get("text", "")

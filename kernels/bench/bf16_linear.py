@@ -41,7 +41,9 @@ def main() -> None:
 
         pairs = [(seconds(run_own), seconds(run_ordered)) for _ in range(REPEATS + 1)][1:]
         mine, other = (statistics.median(column) * 1000 for column in zip(*pairs, strict=True))
-        print(f"{rows:4} rows: {mine:6.1f} ms, oneDNN {other:6.1f} ms, ratio {statistics.median(a / b for a, b in pairs):.2f}")
+        print(
+            f"{rows:4} rows: {mine:6.1f} ms, oneDNN {other:6.1f} ms, ratio {statistics.median(a / b for a, b in pairs):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def _add_rms_norm_kernel(
     tl.store(y_ptr + at, rounded(total * scale[:, None] * weight[None, :], y_ptr.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator: x, residual […, H], weight [H] → (y, total) in their type. Raises ValueError on what does not fit."""
     if x.shape != residual.shape or x.dtype != residual.dtype or weight.shape != x.shape[-1:]:
         raise ValueError(

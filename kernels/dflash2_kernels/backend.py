@@ -39,7 +39,9 @@ class Operator:
         """`has_kernel` of the device that they are on. Raises ValueError if they are on several."""
         device = tensors[0].device
         if any(one.device != device for one in tensors):
-            raise ValueError(f"{self.name}: expected tensors on one device, got {sorted({str(one.device) for one in tensors})}")
+            raise ValueError(
+                f"{self.name}: expected tensors on one device, got {sorted({str(one.device) for one in tensors})}"
+            )
         return self.has_kernel(device)
 
 

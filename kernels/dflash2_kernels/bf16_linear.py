@@ -37,7 +37,9 @@ class Bf16Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if weight.dtype != torch.bfloat16 or weight.dim() != 2 or weight.device.type != "cpu":
-            raise ValueError(f"bf16_linear: expected a bf16 weight [N, K] on a CPU, got {weight.dtype} {tuple(weight.shape)} on {weight.device}")
+            raise ValueError(
+                f"bf16_linear: expected a bf16 weight [N, K] on a CPU, got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+            )
         self._function = _function()
         self.num_outputs, self.num_inputs = weight.shape
         self._weight = _pack(weight)

@@ -24,7 +24,9 @@ class Chip:
 
     def resident_programs(self, num_warps: int, registers: int, shared_bytes: int) -> int:
         """How many programs one SM holds at once, each of `num_warps` warps, `registers` per thread and `shared_bytes`."""
-        quarter = self.registers_per_sm // 4  # an SM has four schedulers; a warp's registers lie with one, in units of 256
+        quarter = (
+            self.registers_per_sm // 4
+        )  # an SM has four schedulers; a warp's registers lie with one, in units of 256
         per_warp = -(-max(registers, 1) * 32 // 256) * 256
         by_registers = quarter // per_warp * 4 // num_warps
         own_shared = -(-shared_bytes // 128) * 128 + 1024  # the driver keeps 1 KiB of its own per program

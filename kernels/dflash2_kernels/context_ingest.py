@@ -27,8 +27,14 @@ OPERATOR = Operator("context_ingest")
 
 
 def store_context_reference(
-    kv: torch.Tensor, key_norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor,
-    eps: float, value_scale: float,
+    kv: torch.Tensor,
+    key_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    eps: float,
+    value_scale: float,
 ) -> None:
     """Arguments as `store_context`."""
     real = (slots >= 0) & (slots < cache.shape[0])
@@ -57,15 +63,31 @@ def _store_context_kernel(
     own = dim < HALF
     inside = (head < KV_HEADS)[:, None] & own[None, :]
     kv_at = kv_ptr + row * kv_row_stride + layer * kv_layer_stride + head[:, None] * kv_head_stride + dim[None, :]
-    cache_at = cache_ptr + slot * cache_slot_stride + layer * cache_layer_stride + head[:, None] * cache_head_stride + dim[None, :]
+    cache_at = (
+        cache_ptr
+        + slot * cache_slot_stride
+        + layer * cache_layer_stride
+        + head[:, None] * cache_head_stride
+        + dim[None, :]
+    )
     first = tl.load(kv_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(kv_at + HALF, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)[:, None]
-    norm_at, cos_at, sin_at = norm_ptr + layer * norm_stride + dim, cos_ptr + row * cos_stride + dim, sin_ptr + row * sin_stride + dim
+    norm_at, cos_at, sin_at = (
+        norm_ptr + layer * norm_stride + dim,
+        cos_ptr + row * cos_stride + dim,
+        sin_ptr + row * sin_stride + dim,
+    )
     first = first * scale * tl.load(norm_at, mask=own, other=0.0).to(tl.float32)[None, :]
     second = second * scale * tl.load(norm_at + HALF, mask=own, other=0.0).to(tl.float32)[None, :]
-    cos_1, cos_2 = tl.load(cos_at, mask=own, other=0.0).to(tl.float32), tl.load(cos_at + HALF, mask=own, other=0.0).to(tl.float32)
-    sin_1, sin_2 = tl.load(sin_at, mask=own, other=0.0).to(tl.float32), tl.load(sin_at + HALF, mask=own, other=0.0).to(tl.float32)
+    cos_1, cos_2 = (
+        tl.load(cos_at, mask=own, other=0.0).to(tl.float32),
+        tl.load(cos_at + HALF, mask=own, other=0.0).to(tl.float32),
+    )
+    sin_1, sin_2 = (
+        tl.load(sin_at, mask=own, other=0.0).to(tl.float32),
+        tl.load(sin_at + HALF, mask=own, other=0.0).to(tl.float32),
+    )
     kind = cache_ptr.dtype.element_ty
     tl.store(cache_at, rounded(first * cos_1[None, :] - second * sin_1[None, :], kind), mask=inside)
     tl.store(cache_at + HALF, rounded(second * cos_2[None, :] + first * sin_2[None, :], kind), mask=inside)
@@ -75,13 +97,26 @@ def _store_context_kernel(
 
 
 def store_context(
-    kv: torch.Tensor, key_norm: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor,
-    *, eps: float, value_scale: float = 1.0,
+    kv: torch.Tensor,
+    key_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    eps: float,
+    value_scale: float = 1.0,
 ) -> None:
     """The epilogue alone: kv [n, L, 2, K, D] as the product gives it, key_norm [L, D], cos and sin [n, D] of a half-split rotation, slots
     [n] int64 (-1: padding), written into cache [slots, L, 2, K, D] in place. Slots must differ. The last dimensions must be contiguous.
     Raises ValueError on shapes or types that do not fit."""
-    if kv.dim() != 5 or kv.shape[2] != 2 or kv.shape[1:] != cache.shape[1:] or slots.shape != kv.shape[:1] or kv.shape[4] % 2:
+    if (
+        kv.dim() != 5
+        or kv.shape[2] != 2
+        or kv.shape[1:] != cache.shape[1:]
+        or slots.shape != kv.shape[:1]
+        or kv.shape[4] % 2
+    ):
         raise ValueError(
             f"context_ingest: expected kv [n, L, 2, K, D] of even D, slots [n] and cache [slots, L, 2, K, D], got {tuple(kv.shape)}, "
             f"{tuple(slots.shape)} and {tuple(cache.shape)}"
@@ -110,8 +145,18 @@ def store_context(
 
 
 def context_ingest(
-    rows: torch.Tensor, norm: torch.Tensor, projection: torch.Tensor, bias: torch.Tensor | None, key_norm: torch.Tensor,
-    cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, eps: float, value_scale: float = 1.0,
+    rows: torch.Tensor,
+    norm: torch.Tensor,
+    projection: torch.Tensor,
+    bias: torch.Tensor | None,
+    key_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    eps: float,
+    value_scale: float = 1.0,
 ) -> None:
     """The operator: rows [n, H] before their norm, norm [H], projection [L·2·K·D, H], bias [L·2·K·D] or None, the rest as
     `store_context`. Norm and product are torch's on every device."""
@@ -139,7 +184,9 @@ def traffic_cases() -> Iterator[TrafficCase]:
     """What a step commits to the published drafter, and a prompt's chunk, bf16."""
     for rows in (*(batch * DRAFT_BLOCK for batch in BATCHES), 2048):
         traffic = context_ingest_traffic(rows, DRAFTER_LAYERS, NUM_KV_HEADS, HEAD_DIM, 2)
-        yield TrafficCase(OPERATOR.name, f"{rows} rows, {DRAFTER_LAYERS} layers of 2×{NUM_KV_HEADS}×{HEAD_DIM}, bf16", traffic)
+        yield TrafficCase(
+            OPERATOR.name, f"{rows} rows, {DRAFTER_LAYERS} layers of 2×{NUM_KV_HEADS}×{HEAD_DIM}, bf16", traffic
+        )
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -55,7 +55,9 @@ def _grouped_conv_kernel(
     for tap in tl.static_range(TAPS):
         reaches = inside & (place >= tap)[:, None]
         x = tl.load(x_at + ((place - tap) * x_row_stride)[:, None], mask=reaches, other=0.0).to(tl.float32)
-        base = tl.load(base_ptr + tap * base_tap_stride + channel * base_channel_stride, mask=channel < channels, other=0.0)
+        base = tl.load(
+            base_ptr + tap * base_tap_stride + channel * base_channel_stride, mask=channel < channels, other=0.0
+        )
         change = tl.load(dynamic_at + tap * dynamic_tap_stride, mask=reaches, other=0.0).to(tl.float32)
         y = tl.where(reaches, y + (base.to(tl.float32)[None, :] + change) * x, y)
     tl.store(y_ptr + row[:, None] * channels + channel[None, :], rounded(y, y_ptr.dtype.element_ty), mask=inside)
@@ -65,8 +67,14 @@ def grouped_conv(x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> 
     """The operator: x [n, B, H], dynamic [n, B, T, G], base [T, H] → [n, B, H] in x's dtype, contiguous. Raises ValueError on
     shapes that do not fit."""
     if x.dim() != 3 or dynamic.dim() != 4 or base.dim() != 2:
-        raise ValueError(f"grouped_conv: expected x [n,B,H], dynamic [n,B,T,G], base [T,H]; got {x.shape}, {dynamic.shape}, {base.shape}")
-    if dynamic.shape[:2] != x.shape[:2] or base.shape != (dynamic.shape[2], x.shape[2]) or x.shape[2] % dynamic.shape[3]:
+        raise ValueError(
+            f"grouped_conv: expected x [n,B,H], dynamic [n,B,T,G], base [T,H]; got {x.shape}, {dynamic.shape}, {base.shape}"
+        )
+    if (
+        dynamic.shape[:2] != x.shape[:2]
+        or base.shape != (dynamic.shape[2], x.shape[2])
+        or x.shape[2] % dynamic.shape[3]
+    ):
         raise ValueError(f"grouped_conv: shapes do not fit: x {x.shape}, dynamic {dynamic.shape}, base {base.shape}")
     if x.numel() == 0 or not OPERATOR.uses_kernel(x, dynamic, base):
         return grouped_conv_reference(x, dynamic, base)
@@ -101,7 +109,15 @@ def traffic_cases() -> Iterator[TrafficCase]:
 
 def compile_cases() -> Iterator[CompileCase]:
     """The published drafter's convolution in the types that it runs in."""
-    sizes = ("num_rows", "width", "channels", "x_block_stride", "x_row_stride", "dynamic_block_stride", "dynamic_row_stride")
+    sizes = (
+        "num_rows",
+        "width",
+        "channels",
+        "x_block_stride",
+        "x_row_stride",
+        "dynamic_block_stride",
+        "dynamic_row_stride",
+    )
     strides = ("dynamic_tap_stride", "base_tap_stride")
     for kind in ("bf16", "fp32"):
         yield CompileCase(

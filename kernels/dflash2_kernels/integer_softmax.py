@@ -17,8 +17,20 @@ from dflash2_kernels.triton_import import jit, tl
 TOP_BITS = 44
 LARGEST_VOCAB = 1 << 18
 _LOG2_E = 1.4426950216293335
-_LN2_HIGH, _LN2_LOW = 0.693138122558593750, 9.05800061445916071534e-06  # the high part has so few bits that n · high is exact
-_TERMS = (0.00019841270113829523, 0.0013888889225199819, 0.008333333767950535, 0.0416666679084301, 0.1666666716337204, 0.5, 1.0, 1.0)
+_LN2_HIGH, _LN2_LOW = (
+    0.693138122558593750,
+    9.05800061445916071534e-06,
+)  # the high part has so few bits that n · high is exact
+_TERMS = (
+    0.00019841270113829523,
+    0.0013888889225199819,
+    0.008333333767950535,
+    0.0416666679084301,
+    0.1666666716337204,
+    0.5,
+    1.0,
+    1.0,
+)
 
 
 def weights_reference(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,19 +45,31 @@ def _kv_store_kernel(
     dim, head = value % head_dim, value // head_dim
     kind, head = head // kv_heads, head % kv_heads
     own = tl.load(kv_ptr + row * kv_row_stride + kind * kv_kind_stride + head * kv_head_stride + dim, mask=inside)
-    tl.store(cache_ptr + slot * cache_slot_stride + kind * cache_kind_stride + head * cache_head_stride + dim, own, mask=inside)
+    tl.store(
+        cache_ptr + slot * cache_slot_stride + kind * cache_kind_stride + head * cache_head_stride + dim,
+        own,
+        mask=inside,
+    )
 
 
 def kv_store(kv: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None:
     """The operator: kv [T, 2, K, D], slots [T] int64 (-1: padding), written into cache [slots, 2, K, D] in place. Slots must differ.
     The last dimensions must be contiguous. Raises ValueError on shapes or types that do not fit."""
-    if kv.dim() != 4 or cache.dim() != 4 or kv.shape[1] != 2 or kv.shape[1:] != cache.shape[1:] or slots.shape != kv.shape[:1]:
+    if (
+        kv.dim() != 4
+        or cache.dim() != 4
+        or kv.shape[1] != 2
+        or kv.shape[1:] != cache.shape[1:]
+        or slots.shape != kv.shape[:1]
+    ):
         raise ValueError(
             f"kv_store: expected kv [T, 2, K, D], slots [T] and cache [slots, 2, K, D], got {tuple(kv.shape)}, {tuple(slots.shape)} "
             f"and {tuple(cache.shape)}"
         )
     if kv.dtype != cache.dtype or slots.dtype != torch.int64:
-        raise ValueError(f"kv_store: expected one type and int64 slots, got kv {kv.dtype}, cache {cache.dtype} and slots {slots.dtype}")
+        raise ValueError(
+            f"kv_store: expected one type and int64 slots, got kv {kv.dtype}, cache {cache.dtype} and slots {slots.dtype}"
+        )
     if kv.stride(3) != 1 or cache.stride(3) != 1:
         raise ValueError("kv_store: expected contiguous heads")
     if not OPERATOR.uses_kernel(kv, slots, cache):
@@ -68,7 +80,17 @@ def kv_store(kv: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None
     kv_heads, head_dim = kv.shape[2:]
     width = 2 * kv_heads * head_dim
     _kv_store_kernel[(kv.shape[0], ceil_div(width, _VALUES))](
-        kv, slots, cache, cache.shape[0], width, head_dim, kv_heads, *kv.stride()[:3], *cache.stride()[:3], VALUES=_VALUES, num_warps=4
+        kv,
+        slots,
+        cache,
+        cache.shape[0],
+        width,
+        head_dim,
+        kv_heads,
+        *kv.stride()[:3],
+        *cache.stride()[:3],
+        VALUES=_VALUES,
+        num_warps=4,
     )
 
 
@@ -83,12 +105,23 @@ def traffic_cases() -> Iterator[TrafficCase]:
     """A verification step of the published target, one layer, bf16."""
     for batch in BATCHES:
         rows = batch * DRAFT_BLOCK
-        yield TrafficCase(OPERATOR.name, f"{rows} rows of 2×{NUM_KV_HEADS}×{HEAD_DIM}, bf16", kv_store_traffic(rows, NUM_KV_HEADS, HEAD_DIM, 2))
+        yield TrafficCase(
+            OPERATOR.name,
+            f"{rows} rows of 2×{NUM_KV_HEADS}×{HEAD_DIM}, bf16",
+            kv_store_traffic(rows, NUM_KV_HEADS, HEAD_DIM, 2),
+        )
 
 
 def compile_cases() -> Iterator[CompileCase]:
     """The published target."""
-    strides = ("kv_row_stride", "kv_kind_stride", "kv_head_stride", "cache_slot_stride", "cache_kind_stride", "cache_head_stride")
+    strides = (
+        "kv_row_stride",
+        "kv_kind_stride",
+        "kv_head_stride",
+        "cache_slot_stride",
+        "cache_kind_stride",
+        "cache_head_stride",
+    )
     for kind in ("bf16", "fp32"):
         yield CompileCase(
             f"kv_store {kind}", _kv_store_kernel,

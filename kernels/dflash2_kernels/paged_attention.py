@@ -34,8 +34,17 @@ _LOG2E = 1.4426950408889634
 
 
 def paged_attention_reference(
-    query: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, row_starts: torch.Tensor, num_rows: torch.Tensor,
-    kv_lens: torch.Tensor, page_size: int, scale: float, *, causal: bool = True, window: int | None = None,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    row_starts: torch.Tensor,
+    num_rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_size: int,
+    scale: float,
+    *,
+    causal: bool = True,
+    window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments as `paged_attention`; request by request, everything but the rounded weights in fp32."""
@@ -43,7 +52,9 @@ def paged_attention_reference(
     kv_heads = cache.shape[2]
     groups = num_heads // kv_heads
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    for request, (start, rows, length) in enumerate(zip(row_starts.tolist(), num_rows.tolist(), kv_lens.tolist(), strict=True)):
+    for request, (start, rows, length) in enumerate(
+        zip(row_starts.tolist(), num_rows.tolist(), kv_lens.tolist(), strict=True)
+    ):
         if rows == 0:
             continue
         keys_at = torch.arange(length, device=query.device)
@@ -150,7 +161,9 @@ def _attend_kernel(
         shrink = tl.exp2(m - origin)
         weights = tl.exp2(scores - origin[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(keys_ptr + cache_kind_stride + slot[:, None] + dim[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        v = tl.load(
+            keys_ptr + cache_kind_stride + slot[:, None] + dim[None, :], mask=held[:, None] & inside[None, :], other=0.0
+        )
         acc = _dot(rounded(weights, v.dtype), v, acc * shrink[:, None], WIDEN)
         m = top
     if SPLITS == 1:
@@ -201,16 +214,30 @@ def _combine_kernel(
     for split in range(count):
         shrink = tl.exp2(tl.load(sums_ptr + (part + split) * 2, mask=real, other=0.0) - m)
         total += shrink * tl.load(sums_ptr + (part + split) * 2 + 1, mask=real, other=0.0)
-        acc += shrink[:, None] * tl.load(parts_ptr + (part + split)[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        acc += shrink[:, None] * tl.load(
+            parts_ptr + (part + split)[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0
+        )
     out = _finish(m, total, acc, sinks_ptr, head, real, HAS_SINKS)
     out = rounded(out, out_ptr.dtype.element_ty)
     tl.store(out_ptr + at * out_row_stride + head[:, None] * out_head_stride + dim[None, :], out, mask=mask)
 
 
 def paged_attention(
-    query: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, row_starts: torch.Tensor, num_rows: torch.Tensor,
-    kv_lens: torch.Tensor, page_size: int, scale: float, *, max_num_rows: int, max_kv_len: int, causal: bool = True,
-    window: int | None = None, sinks: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    row_starts: torch.Tensor,
+    num_rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_size: int,
+    scale: float,
+    *,
+    max_num_rows: int,
+    max_kv_len: int,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The operator: query [P, N, D], cache [slots, 2, K, D], page_table [R, pages] int32, row_starts, num_rows and kv_lens [R] int32,
     sinks [N] → `out` [P, N, D] (a new tensor of zeros if None).
@@ -222,7 +249,17 @@ def paged_attention(
     _check(query, cache, page_table, (row_starts, num_rows, kv_lens), page_size, window, sinks, out)
     if not OPERATOR.uses_kernel(query, cache, page_table, row_starts, num_rows, kv_lens):
         result = paged_attention_reference(
-            query, cache, page_table, row_starts, num_rows, kv_lens, page_size, scale, causal=causal, window=window, sinks=sinks
+            query,
+            cache,
+            page_table,
+            row_starts,
+            num_rows,
+            kv_lens,
+            page_size,
+            scale,
+            causal=causal,
+            window=window,
+            sinks=sinks,
         )
         if out is None:
             return result
@@ -290,14 +327,22 @@ def _num_splits(max_kv_len: int, rows: int, causal: bool, window: int | None) ->
 
 
 def _check(
-    query: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, spans: tuple[torch.Tensor, ...], page_size: int,
-    window: int | None, sinks: torch.Tensor | None, out: torch.Tensor | None,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    spans: tuple[torch.Tensor, ...],
+    page_size: int,
+    window: int | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> None:
     def refuse(what: str) -> None:
         raise ValueError(f"paged_attention: {what}")
 
     if query.dim() != 3 or cache.dim() != 4 or cache.shape[1] != 2 or cache.shape[3] != query.shape[2]:
-        refuse(f"expected query [P, N, D] and cache [slots, 2, K, D], got {tuple(query.shape)} and {tuple(cache.shape)}")
+        refuse(
+            f"expected query [P, N, D] and cache [slots, 2, K, D], got {tuple(query.shape)} and {tuple(cache.shape)}"
+        )
     if query.shape[1] % cache.shape[2]:
         refuse(f"expected a multiple of {cache.shape[2]} query heads, got {query.shape[1]}")
     if query.dtype != cache.dtype:
@@ -305,7 +350,9 @@ def _check(
     if query.stride(2) != 1 or cache.stride(3) != 1 or (out is not None and out.stride(2) != 1):
         refuse("expected contiguous heads")
     if page_table.dim() != 2 or any(one.shape != page_table.shape[:1] for one in spans):
-        refuse(f"expected page_table [R, pages] and spans [R], got {tuple(page_table.shape)} and {[tuple(one.shape) for one in spans]}")
+        refuse(
+            f"expected page_table [R, pages] and spans [R], got {tuple(page_table.shape)} and {[tuple(one.shape) for one in spans]}"
+        )
     if page_size < 1 or (window is not None and window < 1):
         refuse(f"expected page_size and window of at least 1, got {page_size} and {window}")
     if sinks is not None and sinks.shape != query.shape[1:2]:
@@ -315,7 +362,15 @@ def _check(
 
 
 def paged_attention_traffic(
-    num_requests: int, rows: int, kv_len: int, num_heads: int, kv_heads: int, head_dim: int, itemsize: int, *, window: int | None = None
+    num_requests: int,
+    rows: int,
+    kv_len: int,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    *,
+    window: int | None = None,
 ) -> Traffic:
     """Model of one causal call of equal requests. Page numbers are left out: 4 bytes per key tile of a program."""
     groups = num_heads // kv_heads
@@ -334,7 +389,10 @@ def paged_attention_traffic(
     ends = rows * num_heads * head_dim * itemsize
     least = seen * 2 * kv_heads * head_dim * itemsize + 2 * ends
     return Traffic(
-        num_requests * (read + written), num_requests * (written + ends), num_requests * least, num_requests * pairs * 4 * head_dim
+        num_requests * (read + written),
+        num_requests * (written + ends),
+        num_requests * least,
+        num_requests * pairs * 4 * head_dim,
     )
 
 

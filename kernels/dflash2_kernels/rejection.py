@@ -86,7 +86,9 @@ def _decide_reference(logits: torch.Tensor, rows: RejectionRows, r: int) -> tupl
             ids, q = ids[ids >= 0], q[ids >= 0]
             residual = kept.clone()
             residual[ids] -= torch.minimum(kept[ids], (q * total).to(torch.int64))
-            return slot, _draw_reference(residual if int(residual.sum()) > 0 else kept, int(random[noise.RESIDUAL, slot]))
+            return slot, _draw_reference(
+                residual if int(residual.sum()) > 0 else kept, int(random[noise.RESIDUAL, slot])
+            )
     return count, _draw_reference(_kept_reference(logits[count], rows, r), int(random[noise.BONUS, count]))
 
 
@@ -128,7 +130,9 @@ def _tile_maxima_kernel(logits_ptr, values_ptr, ids_ptr, num_ids, row_stride, TI
 
 
 @jit
-def _search(row_ptr, num_ids, top, temperature, low, needed, BY_MASS: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr):
+def _search(
+    row_ptr, num_ids, top, temperature, low, needed, BY_MASS: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr
+):
     """The largest rank t ≥ low such that as many ids as needed (BY_MASS: as much weight) have a rank of at least t."""
     high = tl.full([], 0x4000000000000000, tl.int64)
     above_low, above_high = tl.full([], 0x7FFFFFFF, tl.int32), tl.full([], 0, tl.int32)
@@ -210,7 +214,9 @@ def _tile_masses_kernel(
     if temperature >= 1e-5:
         ids = tile * TILE + tl.arange(0, TILE)
         logit = tl.load(logits_ptr + row * row_stride + ids, mask=ids < num_ids, other=float("-inf"))
-        kept = _kept_weight(logit, ids, tl.load(top_ptr + row), temperature, tl.load(threshold_ptr + row), tl.load(min_p_ptr + request))
+        kept = _kept_weight(
+            logit, ids, tl.load(top_ptr + row), temperature, tl.load(threshold_ptr + row), tl.load(min_p_ptr + request)
+        )
         tl.store(masses_ptr + row * tl.num_programs(1) + tile, tl.sum(kept, 0))
 
 
@@ -249,7 +255,9 @@ def _decide_kernel(
             total = tl.sum(tl.load(masses_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=0), 0)
             draft = tl.load(drafts_ptr + r * num_slots + accepted)
             logit = tl.load(logits_ptr + row * row_stride + draft)
-            own = _kept_weight(logit, draft.to(tl.int32), tl.load(top_ptr + row), temperature, tl.load(threshold_ptr + row), min_p)
+            own = _kept_weight(
+                logit, draft.to(tl.int32), tl.load(top_ptr + row), temperature, tl.load(threshold_ptr + row), min_p
+            )
             at = (r * num_slots + accepted) * num_candidates + candidate
             ids = tl.load(candidate_ids_ptr + at, mask=candidate < num_candidates, other=-1)
             q = tl.load(candidate_probs_ptr + at, mask=candidate < num_candidates, other=0.0)
@@ -274,7 +282,9 @@ def _decide_kernel(
         left = total - tl.sum(taken, 0)
         for place in range(num_candidates):
             mine = candidate == place
-            masses -= tl.where(tile == tl.sum(tl.where(mine, ids, 0), 0) // TILE, tl.sum(tl.where(mine, taken, 0), 0), 0)
+            masses -= tl.where(
+                tile == tl.sum(tl.where(mine, ids, 0), 0) // TILE, tl.sum(tl.where(mine, taken, 0), 0), 0
+            )
         _w0, _w1, w2, w3 = words(seed, position + accepted, 0)
         random = (tl.where(accepted < count, w2, w3) >> 8).to(tl.int64)
         goal = random * (left >> 24) + ((random * (left & 0xFFFFFF)) >> 24)
@@ -302,7 +312,9 @@ def sparse_rejection(logits: torch.Tensor, rows: RejectionRows) -> tuple[torch.T
     num_rows, num_ids = logits.shape
     tiles, stride, device = ceil_div(num_ids, _TILE), logits.stride(0), logits.device
     counts = rows.first_row.diff()
-    request = torch.repeat_interleave(torch.arange(num_requests, device=device, dtype=torch.int32), counts, output_size=num_rows)
+    request = torch.repeat_interleave(
+        torch.arange(num_requests, device=device, dtype=torch.int32), counts, output_size=num_rows
+    )
     values = torch.empty(num_rows, tiles, device=device)
     ids = torch.empty(num_rows, tiles, dtype=torch.int32, device=device)
     top = torch.empty(num_rows, device=device)
@@ -338,23 +350,35 @@ _KINDS = {
 def _check(logits: torch.Tensor, rows: RejectionRows) -> None:
     """Shapes and types; values (rows that first_row names, ids inside the vocabulary) are the caller's."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or not 0 < logits.shape[1] <= LARGEST_VOCAB:
-        raise ValueError(f"sparse_rejection: expected logits fp32 [T, V], V ≤ {LARGEST_VOCAB}; got {logits.dtype} {tuple(logits.shape)}")
+        raise ValueError(
+            f"sparse_rejection: expected logits fp32 [T, V], V ≤ {LARGEST_VOCAB}; got {logits.dtype} {tuple(logits.shape)}"
+        )
     if rows.candidate_ids.dim() != 3 or rows.candidate_ids.shape[2] == 0:
-        raise ValueError(f"sparse_rejection: expected candidate_ids [R, S, C > 0], got {tuple(rows.candidate_ids.shape)}")
+        raise ValueError(
+            f"sparse_rejection: expected candidate_ids [R, S, C > 0], got {tuple(rows.candidate_ids.shape)}"
+        )
     num_requests, num_slots, _ = rows.candidate_ids.shape
-    shapes = {"first_row": (num_requests + 1,), "drafts": (num_requests, num_slots), "candidate_probs": tuple(rows.candidate_ids.shape)}
+    shapes = {
+        "first_row": (num_requests + 1,),
+        "drafts": (num_requests, num_slots),
+        "candidate_probs": tuple(rows.candidate_ids.shape),
+    }
     for name, kind in _KINDS.items():
         one, shape = getattr(rows, name), shapes.get(name, (num_requests,))
         if name == "candidate_ids":
             shape = tuple(one.shape)
         if tuple(one.shape) != shape or one.dtype != kind or not one.is_contiguous():
-            raise ValueError(f"sparse_rejection: expected {name} {kind} {shape}, contiguous; got {one.dtype} {tuple(one.shape)}")
+            raise ValueError(
+                f"sparse_rejection: expected {name} {kind} {shape}, contiguous; got {one.dtype} {tuple(one.shape)}"
+            )
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
-def sparse_rejection_traffic(num_requests: int, width: int, num_ids: int, candidates: int, num_passes: int = 0) -> Traffic:
+def sparse_rejection_traffic(
+    num_requests: int, width: int, num_ids: int, candidates: int, num_passes: int = 0
+) -> Traffic:
     """Model of one call on sampled requests of `width` rows each, all drafts accepted; num_passes: of the search in every row."""
     num_rows, tiles = num_requests * width, ceil_div(num_ids, _TILE)
     logits, q = num_rows * num_ids * 4, num_requests * (width - 1) * candidates * 12

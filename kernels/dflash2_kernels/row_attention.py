@@ -27,7 +27,9 @@ def available(head_dim: int) -> bool:
 class RowSpans:
     """Spans (first row, rows, kv_len) and their page ids, as the function reads them. Raises ValueError on rows without a position or a page."""
 
-    def __init__(self, spans: Sequence[tuple[int, int, int]], page_ids: Sequence[Sequence[int]], page_size: int) -> None:
+    def __init__(
+        self, spans: Sequence[tuple[int, int, int]], page_ids: Sequence[Sequence[int]], page_size: int
+    ) -> None:
         numbers: list[int] = []
         pages: list[int] = []
         for (start, rows, kv_len), own in zip(spans, page_ids, strict=True):

@@ -74,8 +74,12 @@ def inverse_cdf(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def selector_lattice(
-    unary: torch.Tensor, candidate_ids: torch.Tensor, hidden: torch.Tensor, predecessor_codebook: torch.Tensor,
-    successor_codebook: torch.Tensor, anchors: torch.Tensor,
+    unary: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    hidden: torch.Tensor,
+    predecessor_codebook: torch.Tensor,
+    successor_codebook: torch.Tensor,
+    anchors: torch.Tensor,
 ) -> torch.Tensor:
     """Arguments as `selector_walk` → scores [R, S, C (predecessor), C] fp32."""
     first = anchors[:, None, None].expand(-1, 1, candidate_ids.shape[2])
@@ -89,7 +93,11 @@ def selector_lattice(
 
 
 def walk_lattice(
-    scores: torch.Tensor, temperatures: torch.Tensor, rules: Sequence[int], uniforms: torch.Tensor | None, exponentials: torch.Tensor | None
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    rules: Sequence[int],
+    uniforms: torch.Tensor | None,
+    exponentials: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The walk through scores [R, S, C or 1 (predecessor), C] → (chosen candidates [R, S] int64, q of every row of the lattice, or None if
     every request is greedy).
@@ -126,9 +134,16 @@ def realised_rows(lattice: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
 
 
 def selector_walk_reference(
-    unary: torch.Tensor, candidate_ids: torch.Tensor, hidden: torch.Tensor | None, predecessor_codebook: torch.Tensor | None,
-    successor_codebook: torch.Tensor | None, anchors: torch.Tensor, temperatures: torch.Tensor, rules: torch.Tensor,
-    seeds: torch.Tensor, bases: torch.Tensor,
+    unary: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    hidden: torch.Tensor | None,
+    predecessor_codebook: torch.Tensor | None,
+    successor_codebook: torch.Tensor | None,
+    anchors: torch.Tensor,
+    temperatures: torch.Tensor,
+    rules: torch.Tensor,
+    seeds: torch.Tensor,
+    bases: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and result as `selector_walk`."""
     num_requests, num_slots, _ = unary.shape
@@ -138,12 +153,16 @@ def selector_walk_reference(
     if not real or num_slots == 0:
         return token_ids, probs
     own = torch.tensor(real, device=unary.device)
-    unary, candidate_ids, temperatures, seeds, bases = (one[own] for one in (unary, candidate_ids, temperatures, seeds, bases))
+    unary, candidate_ids, temperatures, seeds, bases = (
+        one[own] for one in (unary, candidate_ids, temperatures, seeds, bases)
+    )
     kinds = rules[own].tolist()
     if predecessor_codebook is None or successor_codebook is None or hidden is None:
         scores = unary[:, :, None]
     else:
-        scores = selector_lattice(unary, candidate_ids, hidden[own], predecessor_codebook, successor_codebook, anchors[own])
+        scores = selector_lattice(
+            unary, candidate_ids, hidden[own], predecessor_codebook, successor_codebook, anchors[own]
+        )
     positions = bases[:, None] + 1 + torch.arange(num_slots, device=unary.device)
     uniforms = uniforms_reference(seeds[:, None].expand(positions.shape), positions, DRAFT)
     racing = torch.tensor([r for r, kind in enumerate(kinds) if kind == RACE], dtype=torch.int64, device=unary.device)
@@ -191,9 +210,15 @@ def _walk_kernel(
     previous = tl.load(anchors_ptr + request)
     for slot in range(num_slots):
         ids = tl.load(ids_ptr + request * ids_request_stride + slot * ids_slot_stride + place, mask=inside, other=0)
-        score = tl.load(unary_ptr + request * unary_request_stride + slot * unary_slot_stride + place, mask=inside, other=float("-inf"))
+        score = tl.load(
+            unary_ptr + request * unary_request_stride + slot * unary_slot_stride + place,
+            mask=inside,
+            other=float("-inf"),
+        )
         if HAS_SELECTOR:
-            w = tl.load(hidden_ptr + request * hidden_request_stride + slot * hidden_slot_stride + column, mask=held, other=0.0)
+            w = tl.load(
+                hidden_ptr + request * hidden_request_stride + slot * hidden_slot_stride + column, mask=held, other=0.0
+            )
             a = tl.load(predecessors_ptr + previous * predecessors_stride + column, mask=held, other=0.0)
             gated = a.to(tl.float32) * w.to(tl.float32)
             successors_at = successors_ptr + ids[:, None] * successors_stride + column[None, :]
@@ -222,9 +247,16 @@ def _walk_kernel(
 
 
 def selector_walk(
-    unary: torch.Tensor, candidate_ids: torch.Tensor, hidden: torch.Tensor | None, predecessor_codebook: torch.Tensor | None,
-    successor_codebook: torch.Tensor | None, anchors: torch.Tensor, temperatures: torch.Tensor, rules: torch.Tensor,
-    seeds: torch.Tensor, bases: torch.Tensor,
+    unary: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    hidden: torch.Tensor | None,
+    predecessor_codebook: torch.Tensor | None,
+    successor_codebook: torch.Tensor | None,
+    anchors: torch.Tensor,
+    temperatures: torch.Tensor,
+    rules: torch.Tensor,
+    seeds: torch.Tensor,
+    bases: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator: unary [R, S, C] fp32, candidate_ids [R, S, C] int64 (distinct in a slot), hidden [R, S, r] (projected), codebooks
     [V, r] (all three None: no selector), anchors [R] int64, temperatures [R] fp32, rules [R] int32, seeds and bases (the anchor's
@@ -233,13 +265,33 @@ def selector_walk(
     PADDING requests (a rule below 0) are not read, and their rows are zeros. Ids may differ between kernel and reference only where a
     decision lies within the rounding of the scores (2⁻²² of their size). Raises ValueError on operands that do not fit.
     """
-    _check(unary, candidate_ids, hidden, predecessor_codebook, successor_codebook, anchors, temperatures, rules, seeds, bases)
+    _check(
+        unary,
+        candidate_ids,
+        hidden,
+        predecessor_codebook,
+        successor_codebook,
+        anchors,
+        temperatures,
+        rules,
+        seeds,
+        bases,
+    )
     own = [one for one in (hidden, predecessor_codebook, successor_codebook) if one is not None]
     tensors = (unary, candidate_ids, anchors, temperatures, rules, seeds, bases, *own)
     num_requests, num_slots, num_candidates = unary.shape
     if not OPERATOR.uses_kernel(*tensors):
         return selector_walk_reference(
-            unary, candidate_ids, hidden, predecessor_codebook, successor_codebook, anchors, temperatures, rules, seeds, bases
+            unary,
+            candidate_ids,
+            hidden,
+            predecessor_codebook,
+            successor_codebook,
+            anchors,
+            temperatures,
+            rules,
+            seeds,
+            bases,
         )
     token_ids = torch.zeros(num_requests, num_slots, dtype=torch.int64, device=unary.device)
     probs = torch.zeros(unary.shape, dtype=torch.float32, device=unary.device)
@@ -260,10 +312,19 @@ def selector_walk(
 
 
 def _check(
-    unary: torch.Tensor, candidate_ids: torch.Tensor, hidden: torch.Tensor | None, predecessor_codebook: torch.Tensor | None,
-    successor_codebook: torch.Tensor | None, *by_request: torch.Tensor,
+    unary: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    hidden: torch.Tensor | None,
+    predecessor_codebook: torch.Tensor | None,
+    successor_codebook: torch.Tensor | None,
+    *by_request: torch.Tensor,
 ) -> None:
-    if unary.dim() != 3 or unary.dtype != torch.float32 or candidate_ids.shape != unary.shape or candidate_ids.dtype != torch.int64:
+    if (
+        unary.dim() != 3
+        or unary.dtype != torch.float32
+        or candidate_ids.shape != unary.shape
+        or candidate_ids.dtype != torch.int64
+    ):
         raise ValueError(
             f"selector_walk: expected unary [R, S, C] float32 and candidate_ids of its shape, int64; got {tuple(unary.shape)} {unary.dtype}, "
             f"{tuple(candidate_ids.shape)} {candidate_ids.dtype}"
@@ -277,7 +338,10 @@ def _check(
     parts = (hidden, predecessor_codebook, successor_codebook)
     given = [one for one in parts if one is not None]
     if given and (
-        len(given) < 3 or given[0].shape[:2] != unary.shape[:2] or given[1].shape != given[2].shape or given[1].shape[1:] != given[0].shape[2:]
+        len(given) < 3
+        or given[0].shape[:2] != unary.shape[:2]
+        or given[1].shape != given[2].shape
+        or given[1].shape[1:] != given[0].shape[2:]
     ):
         raise ValueError(
             f"selector_walk: expected hidden [R, S, r] and two codebooks [V, r], or none of them; got "
@@ -299,7 +363,11 @@ def traffic_cases() -> Iterator[TrafficCase]:
     """A draft step of the published drafter."""
     for batch in BATCHES:
         traffic = selector_walk_traffic(batch, DRAFT_BLOCK - 1, CANDIDATES, SELECTOR_RANK, 2)
-        yield TrafficCase(OPERATOR.name, f"{batch} requests, {DRAFT_BLOCK - 1} slots, {CANDIDATES} candidates, rank {SELECTOR_RANK}, bf16", traffic)
+        yield TrafficCase(
+            OPERATOR.name,
+            f"{batch} requests, {DRAFT_BLOCK - 1} slots, {CANDIDATES} candidates, rank {SELECTOR_RANK}, bf16",
+            traffic,
+        )
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -311,7 +379,11 @@ def compile_cases() -> Iterator[CompileCase]:
     longs = dict.fromkeys(("ids_ptr", "anchors_ptr", "seeds_ptr", "bases_ptr", "tokens_ptr"), "*i64")
     floats = dict.fromkeys(("unary_ptr", "temperatures_ptr", "probs_ptr"), "*fp32")
     sizes = dict.fromkeys(("num_slots", "num_candidates", "rank", *strides), "i32")
-    for name, kind, candidates, rank in (("bf16", "bf16", CANDIDATES, SELECTOR_RANK), ("fp32", "fp32", CANDIDATES, SELECTOR_RANK), ("without selector", "fp32", 128, 1)):
+    for name, kind, candidates, rank in (
+        ("bf16", "bf16", CANDIDATES, SELECTOR_RANK),
+        ("fp32", "fp32", CANDIDATES, SELECTOR_RANK),
+        ("without selector", "fp32", 128, 1),
+    ):
         yield CompileCase(
             f"selector_walk {name}", _walk_kernel,
             {

@@ -27,7 +27,9 @@ def vocab_topk_reference(logits: torch.Tensor, k: int, first_id: int = 0) -> tup
     """logits [T, V] → (values [T, k] in their type, ids [T, k] int64 that start at first_id)."""
     values, ids = torch.topk(logits, min(k + 1, logits.shape[1]), dim=-1)
     last, ids = values[:, k - 1], ids[:, :k]
-    for row in (values[:, k:] == last[:, None]).nonzero()[:, 0].tolist():  # which of the equals topk took is not defined
+    for row in (
+        (values[:, k:] == last[:, None]).nonzero()[:, 0].tolist()
+    ):  # which of the equals topk took is not defined
         above = (logits[row] > last[row]).nonzero()[:, 0]
         equal = (logits[row] == last[row]).nonzero()[: k - len(above), 0]
         ids[row] = torch.cat([above, equal])
@@ -53,7 +55,9 @@ def _tile_keys_kernel(logits_ptr, keys_ptr, num_ids, row_stride, K: tl.constexpr
     """The K largest keys of one tile of one row. Key: the value's bits, made to order as integers do, over the flipped id."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
-    value = tl.load(logits_ptr + row * row_stride + ids, mask=ids < num_ids, other=0.0).to(tl.float32) + 0.0  # -0 becomes 0
+    value = (
+        tl.load(logits_ptr + row * row_stride + ids, mask=ids < num_ids, other=0.0).to(tl.float32) + 0.0
+    )  # -0 becomes 0
     bits = value.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -98,7 +102,9 @@ def vocab_topk(logits: torch.Tensor, k: int, first_id: int = 0) -> tuple[torch.T
     values = torch.empty(num_rows, k, dtype=logits.dtype, device=logits.device)
     ids = torch.empty(num_rows, k, dtype=torch.int64, device=logits.device)
     _tile_keys_kernel[(num_rows, tiles)](logits, keys, num_ids, logits.stride(0), K=k, TILE=_TILE, num_warps=8)
-    _merge_keys_kernel[(num_rows,)](keys, values, ids, tiles * k, first_id, K=k, SIZE=next_power_of_2(tiles * k), num_warps=4)
+    _merge_keys_kernel[(num_rows,)](
+        keys, values, ids, tiles * k, first_id, K=k, SIZE=next_power_of_2(tiles * k), num_warps=4
+    )
     return values, ids
 
 
@@ -113,8 +119,12 @@ def traffic_cases() -> Iterator[TrafficCase]:
     """The candidates of a draft step."""
     for batch in BATCHES:
         rows = batch * (DRAFT_BLOCK - 1)
-        yield TrafficCase(OPERATOR.name, f"{rows}×{VOCAB}, top {CANDIDATES}, bf16", vocab_topk_traffic(rows, VOCAB, CANDIDATES, 2))
-    yield TrafficCase(OPERATOR.name, f"7×{VOCAB // 4}, top {CANDIDATES}, fp32", vocab_topk_traffic(7, VOCAB // 4, CANDIDATES, 4))
+        yield TrafficCase(
+            OPERATOR.name, f"{rows}×{VOCAB}, top {CANDIDATES}, bf16", vocab_topk_traffic(rows, VOCAB, CANDIDATES, 2)
+        )
+    yield TrafficCase(
+        OPERATOR.name, f"7×{VOCAB // 4}, top {CANDIDATES}, fp32", vocab_topk_traffic(7, VOCAB // 4, CANDIDATES, 4)
+    )
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -122,7 +132,22 @@ def compile_cases() -> Iterator[CompileCase]:
     for kind, k in (("bf16", CANDIDATES), ("fp32", CANDIDATES), ("fp32", 128)):
         signature = {"logits_ptr": f"*{kind}", "keys_ptr": "*i64", "num_ids": "i32", "row_stride": "i32"}
         constants = {"K": k, "TILE": _TILE}
-        yield CompileCase(f"vocab_topk tiles {kind} {k}", _tile_keys_kernel, signature, constants, num_warps=8, divisible=("row_stride", "num_ids"))
-        signature = {"keys_ptr": "*i64", "values_ptr": f"*{kind}", "ids_ptr": "*i64", "num_keys": "i32", "first_id": "i32"}
+        yield CompileCase(
+            f"vocab_topk tiles {kind} {k}",
+            _tile_keys_kernel,
+            signature,
+            constants,
+            num_warps=8,
+            divisible=("row_stride", "num_ids"),
+        )
+        signature = {
+            "keys_ptr": "*i64",
+            "values_ptr": f"*{kind}",
+            "ids_ptr": "*i64",
+            "num_keys": "i32",
+            "first_id": "i32",
+        }
         constants = {"K": k, "SIZE": next_power_of_2(ceil_div(VOCAB, _TILE) * k)}
-        yield CompileCase(f"vocab_topk merge {kind} {k}", _merge_keys_kernel, signature, constants, divisible=("num_keys",))
+        yield CompileCase(
+            f"vocab_topk merge {kind} {k}", _merge_keys_kernel, signature, constants, divisible=("num_keys",)
+        )

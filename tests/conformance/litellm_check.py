@@ -73,7 +73,12 @@ def structured_output():
 def text_completions():
     """The completions route."""
     answer = litellm.text_completion(
-        model=f"text-completion-openai/{MODEL}", prompt="import os", api_base=f"{URL}/v1", api_key=KEY, temperature=0, max_tokens=8
+        model=f"text-completion-openai/{MODEL}",
+        prompt="import os",
+        api_base=f"{URL}/v1",
+        api_key=KEY,
+        temperature=0,
+        max_tokens=8,
     )
     assert answer.choices[0].text
 

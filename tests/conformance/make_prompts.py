@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-prompts = json.loads((Path(__file__).parents[2] / "dflash2_ray/assets/prompts.json").read_text(encoding="utf-8"))["chat"]
+prompts = json.loads((Path(__file__).parents[2] / "dflash2_ray/assets/prompts.json").read_text(encoding="utf-8"))[
+    "chat"
+]
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
@@ -20,5 +22,6 @@ write(folder / "vllm.jsonl", [{"prompt": prompt} for prompt in prompts])
 gsm8k = folder / "openai" / "gsm8k"
 write(gsm8k / "main" / "test.jsonl", [{"question": prompt, "answer": ""} for prompt in prompts])
 (gsm8k / "README.md").write_text(
-    "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: main/test.jsonl\n---\n", encoding="utf-8"
+    "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: main/test.jsonl\n---\n",
+    encoding="utf-8",
 )

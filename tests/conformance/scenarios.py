@@ -15,7 +15,10 @@ WEATHER = {  # a finite language, so that a tiny model finishes it
     "required": ["sky", "warm"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "report_weather", "description": "Report the weather.", "parameters": WEATHER}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "report_weather", "description": "Report the weather.", "parameters": WEATHER},
+}
 
 
 def run(scenarios: list[Callable[[], None]]) -> int:

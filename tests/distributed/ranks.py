@@ -31,7 +31,9 @@ def start_ranks(size, work, *arguments, timeout_s=PATIENCE_S):
     processes, pipes = [], []
     for rank in range(size):
         mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=_rank, args=(rank, size, store.port, timeout_s, theirs, work, arguments), daemon=True)
+        process = spawn.Process(
+            target=_rank, args=(rank, size, store.port, timeout_s, theirs, work, arguments), daemon=True
+        )
         process.start()
         theirs.close()
         processes.append(process)

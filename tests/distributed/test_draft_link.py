@@ -114,7 +114,9 @@ def test_killed_and_replaced(transport, start_drafter, new_port, drafter, tmp_pa
         port.send(step("a", length, 3, anchor=length % 60))
         length += 3
         waited += 1
-        assert proposed(port, "d", 12) == fresh(drafter, "d", 12)  # a target's steps take their time: it has read what was sent
+        assert proposed(port, "d", 12) == fresh(
+            drafter, "d", 12
+        )  # a target's steps take their time: it has read what was sent
     assert waited > 0  # it came in bits
     assert got == fresh(drafter, "a", length, anchor=(length - 3) % 60)
     while port.num_replaying:
@@ -129,7 +131,9 @@ def test_killed_and_replaced(transport, start_drafter, new_port, drafter, tmp_pa
     counters = port.counters()
     assert counters["num_reconnects"] == 1
     assert counters["missing"] > 0
-    assert not any(counters.get(name) for name in ("missing_rows", "stale_base", "stale_epoch", "too_many_requests", "num_late"))
+    assert not any(
+        counters.get(name) for name in ("missing_rows", "stale_base", "stale_epoch", "too_many_requests", "num_late")
+    )
 
 
 @pytest.mark.parametrize("transport", ["socket", "gloo"])
@@ -199,7 +203,9 @@ def test_hung_with_a_full_queue_is_given_up(start_drafter, new_port):
     port.counters()
     process.stop()
     length = 0
-    while port.connected:  # more than socket buffers and queue hold; a send that blocked would end the test by its timeout
+    while (
+        port.connected
+    ):  # more than socket buffers and queue hold; a send that blocked would end the test by its timeout
         rows = torch.zeros(256, H)
         port.send([Rows((RowSpan("a", 0, length, 256),), rows), Commit("a", 0, length + 256, 1)])
         length += 256
@@ -267,7 +273,12 @@ def test_token_for_token_as_colocated(start_drafter, new_port):
     from dflash2_ray.core.sampling_params import SamplingParams
     from dflash2_ray.runtime.build import build_target_loop
 
-    keys = {"dtype": "float32", "max_num_seqs": 4, "seed": 1, "draft_width": "fixed"}  # histograms must not follow the load
+    keys = {
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "seed": 1,
+        "draft_width": "fixed",
+    }  # histograms must not follow the load
     process, heir = start_drafter(together=2, embedded=keys)
     loop = build_target_loop(ServiceConfig.from_keys(keys))
     prompts = [tuple((7 * i + j * j) % 200 + 3 for j in range(5 + 9 * i)) for i in range(8)]
@@ -292,7 +303,9 @@ def test_token_for_token_as_colocated(start_drafter, new_port):
     port.connect(process.address)
     remote = {temperature: run(temperature) for temperature in (0.0, 1.0)}
     assert remote == colocated
-    assert loop.pool.cache.num_hit_tokens > 500  # behind the first run all begin with cached pages, and the drafter is told their rows
+    assert (
+        loop.pool.cache.num_hit_tokens > 500
+    )  # behind the first run all begin with cached pages, and the drafter is told their rows
     assert len(remote[0.0][1]) == 8
     assert accepted(remote[0.0][1]) > 50
     counters = port.counters()

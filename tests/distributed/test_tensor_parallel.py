@@ -14,8 +14,16 @@ from dflash2_ray.models.target import Target
 from dflash2_ray.models.tensor_files import TensorFiles
 
 SHAPE = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
 }
 MODELS = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
@@ -51,7 +59,9 @@ def run(target, ids, pieces):
     for count in pieces:
         slots = torch.arange(start, start + count)
         span = Span(0, count, start + count, range(-(-(start + count) // PAGE)))
-        hidden, _ = target.forward(torch.tensor(ids[start : start + count]), slots, AttentionBatch(slots, (span,), PAGE), cache)
+        hidden, _ = target.forward(
+            torch.tensor(ids[start : start + count]), slots, AttentionBatch(slots, (span,), PAGE), cache
+        )
         rows.append(target.logits(hidden))
         start += count
     return torch.cat(rows)
@@ -94,7 +104,9 @@ def test_logits_are_those_of_one_rank(folders, ranks, name):
     assert all(result[0][name][0][0].shape[1] == 0 for result in results[1:])
     parameters = sum(torch.tensor(shape).prod().item() for shape in TensorFiles(folders[name]).shapes.values())
     share = max(result[0][name][1] for result in results) / parameters
-    assert share < (0.6 if size == 2 else 0.4), "a rank reads more than its part"  # norms and replicated KV heads are whole
+    assert share < (0.6 if size == 2 else 0.4), (
+        "a rank reads more than its part"
+    )  # norms and replicated KV heads are whole
 
 
 def test_sums_are_the_same_on_every_rank_and_for_any_number_of_rows(ranks):

@@ -41,7 +41,12 @@ class Load:
         self._numbers = itertools.count()
 
     async def one(self):
-        body = {"prompt": f"Once upon a time there were {next(self._numbers)} birds", "max_tokens": self._new_tokens, "temperature": 0, "ignore_eos": True}
+        body = {
+            "prompt": f"Once upon a time there were {next(self._numbers)} birds",
+            "max_tokens": self._new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         begun, wait_s = time.monotonic(), 0.0
         try:
             status, headers, answer = await self._http.ask("POST", "/v1/completions", body)
@@ -102,7 +107,11 @@ def processes(info):
 
 async def drill(url, config, asked):
     http = LightHttp(url)
-    load, batch, places = Load(http, asked.new_tokens), config.max_num_seqs, config.max_num_seqs + config.max_queued_requests
+    load, batch, places = (
+        Load(http, asked.new_tokens),
+        config.max_num_seqs,
+        config.max_num_seqs + config.max_queued_requests,
+    )
     await load.closed(batch, 3)
     before = json.loads((await http.ask("GET", "/server_info"))[2])
     calm = await load.closed(batch, asked.seconds)
@@ -124,17 +133,29 @@ async def drill(url, config, asked):
     await watching
     after = json.loads((await http.ask("GET", "/server_info"))[2])
     http.close()
-    print(f"{batch} at once, {config.max_queued_requests} may wait, {asked.new_tokens} tokens an answer, {asked.seconds:g} s each")
+    print(
+        f"{batch} at once, {config.max_queued_requests} may wait, {asked.new_tokens} tokens an answer, {asked.seconds:g} s each"
+    )
     loads = {
-        "a full batch": calm, "and a full queue": full, f"a burst of {asked.times:g} times that": burst,
+        "a full batch": calm,
+        "and a full queue": full,
+        f"a burst of {asked.times:g} times that": burst,
         f"{asked.times:g} patient clients a place": patient,
     }
     for name, answers in loads.items():
         median, late = latencies(answers)
-        refusals = f", refusals after {latencies(answers, '429')[0] * 1000:.0f} ms" if any(one.outcome == "429" for one in answers) else ""
-        print(f"{name}: {rate(answers):.2f} answers/s, median {median:.2f} s, p99 {late:.2f} s{refusals}; {dict(Counter(one.outcome for one in answers))}")
+        refusals = (
+            f", refusals after {latencies(answers, '429')[0] * 1000:.0f} ms"
+            if any(one.outcome == "429" for one in answers)
+            else ""
+        )
+        print(
+            f"{name}: {rate(answers):.2f} answers/s, median {median:.2f} s, p99 {late:.2f} s{refusals}; {dict(Counter(one.outcome for one in answers))}"
+        )
     for name, answers in (("burst", burst), ("patient clients", patient)):
-        print(f"{name}: p99 of admitted requests / of a full batch {latencies(answers)[1] / latencies(calm)[1]:.2f}, goodput / peak {rate(answers) / capacity:.2f}")
+        print(
+            f"{name}: p99 of admitted requests / of a full batch {latencies(answers)[1] / latencies(calm)[1]:.2f}, goodput / peak {rate(answers) / capacity:.2f}"
+        )
     print(f"health meanwhile: {dict(health)}")
     same = processes(before) == processes(after) and before["num_rebuilds"] == after["num_rebuilds"]
     print("no process was replaced" if same else f"replaced: {processes(before)} -> {processes(after)}")

@@ -26,11 +26,22 @@ ROOT = Path(__file__).parents[2]
 FIGURES = pytest.StashKey[list]()
 ENVIRONMENT = {
     **os.environ,
-    "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
-    "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")) if path),
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "PYTHONPATH": os.pathsep.join(
+        path for path in (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")) if path
+    ),
 }
-LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0.8, "stream": True, "return_token_ids": True,
-        "speculative": {"enabled": False}}  # plain: it takes a while
+LONG = {
+    "prompt": "Once upon a time",
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0.8,
+    "stream": True,
+    "return_token_ids": True,
+    "speculative": {"enabled": False},
+}  # plain: it takes a while
 SHORT = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
 
 
@@ -77,7 +88,9 @@ class Tree:
 
     def __init__(self, words, log, **environment):
         with open(log, "a") as file:
-            self._process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env={**ENVIRONMENT, **environment})
+            self._process = subprocess.Popen(
+                words, stdout=file, stderr=file, start_new_session=True, env={**ENVIRONMENT, **environment}
+            )
         self._log = Path(log)
 
     def assert_runs(self):
@@ -119,7 +132,11 @@ class Cluster:
     def start_head(self, num_cpus, *options, **environment):
         Path(f"{self.folder}/ray_current_cluster").unlink(missing_ok=True)  # a new machine knows of no Ray before it
         ports = f"--port={self.gcs.partition(':')[2]} --dashboard-port={self.dashboard_port} --dashboard-host=127.0.0.1"
-        self._start("head", ["--head", f"--temp-dir={self.folder}", *ports.split(), f"--num-cpus={num_cpus}", *options], environment)
+        self._start(
+            "head",
+            ["--head", f"--temp-dir={self.folder}", *ports.split(), f"--num-cpus={num_cpus}", *options],
+            environment,
+        )
         until(lambda: self._is_up(), "the head does not start")
 
     def start_node(self, num_cpus, **environment):
@@ -129,7 +146,13 @@ class Cluster:
 
     def _start(self, name, options, environment):
         agent, metrics = free_ports(2)
-        words = [command("ray"), "start", "--block", "--node-ip-address=127.0.0.1", f"--object-store-memory={100 * 2**20}"]
+        words = [
+            command("ray"),
+            "start",
+            "--block",
+            "--node-ip-address=127.0.0.1",
+            f"--object-store-memory={100 * 2**20}",
+        ]
         words += [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}", *options]
         self._trees[name] = Tree(words, f"{self.folder}/{name}.log", **environment)
 
@@ -168,14 +191,18 @@ class Cluster:
         if application is None:
             return False
         assert application["status"] != "DEPLOY_FAILED", application["message"]
-        return application["status"] == "RUNNING" and all(one["status"] == "HEALTHY" for one in application["deployments"].values())
+        return application["status"] == "RUNNING" and all(
+            one["status"] == "HEALTHY" for one in application["deployments"].values()
+        )
 
     def replicas(self):
         """(deployment, replica, actor, process id) of all that run: what a restart would change."""
         deployments = self.status()["applications"]["default"]["deployments"].values()
         return sorted(
             (one["name"], replica["replica_id"], replica["actor_id"], replica["pid"])
-            for one in deployments for replica in one["replicas"] if replica["state"] == "RUNNING"
+            for one in deployments
+            for replica in one["replicas"]
+            if replica["state"] == "RUNNING"
         )
 
 
@@ -231,12 +258,18 @@ def clients():
                 await asyncio.to_thread(change)
                 still = sum(not task.done() for task in tasks)
                 results = await asyncio.gather(*tasks)
-                return SimpleNamespace(tokens=[tokens for tokens, _ in results], silence_s=max(gap for _, gap in results), num_running=still)
+                return SimpleNamespace(
+                    tokens=[tokens for tokens, _ in results],
+                    silence_s=max(gap for _, gap in results),
+                    num_running=still,
+                )
 
         return asyncio.run(together())
 
     def ask(url):
-        return httpx.post(f"{url}/v1/completions", json=SHORT, timeout=120).raise_for_status().json()["choices"][0]["text"]
+        return (
+            httpx.post(f"{url}/v1/completions", json=SHORT, timeout=120).raise_for_status().json()["choices"][0]["text"]
+        )
 
     return SimpleNamespace(streams=streams, ask=ask)
 

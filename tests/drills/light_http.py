@@ -27,7 +27,9 @@ class LightHttp:
         try:
             writer.write(head.encode() + content)
             first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+            headers = {
+                name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+            }
             answer = await reader.readexactly(int(headers["content-length"]))
         except BaseException:
             writer.close()

@@ -22,8 +22,13 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 CONCURRENCY = 16
 SETTINGS = {
-    "dtype": "float32", "max_num_seqs": CONCURRENCY, "seed": 7, "tensor_parallel_size": 2, "drafter_placement": "separate",
-    "step_timeout_s": 20, "num_kv_pages": 400,
+    "dtype": "float32",
+    "max_num_seqs": CONCURRENCY,
+    "seed": 7,
+    "tensor_parallel_size": 2,
+    "drafter_placement": "separate",
+    "step_timeout_s": 20,
+    "num_kv_pages": 400,
 }
 NAME = "losses"
 
@@ -168,10 +173,15 @@ def main():
 
     before, after = asyncio.run(all_of_it())
     report = {
-        "minutes": asked.minutes, "concurrency": CONCURRENCY, **dict(losses.counts), "wrong": losses.wrong[:20],
-        "num_wrong": len(losses.wrong), "pages_free": [after["num_free_pages"], after["num_pages"]],
+        "minutes": asked.minutes,
+        "concurrency": CONCURRENCY,
+        **dict(losses.counts),
+        "wrong": losses.wrong[:20],
+        "num_wrong": len(losses.wrong),
+        "pages_free": [after["num_free_pages"], after["num_pages"]],
         "resources_before": resources(before) if before["workers"] == after["workers"] else "other processes",
-        "resources_after": resources(after), "num_rebuilds": after["num_rebuilds"],
+        "resources_after": resources(after),
+        "num_rebuilds": after["num_rebuilds"],
         "num_drafter_restarts": after["num_drafter_restarts"],
     }
     print(json.dumps(report))

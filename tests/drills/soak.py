@@ -38,7 +38,10 @@ def holdings():
         try:
             name = re.split(r"[.\s]", " ".join(process.cmdline()))[0]
             if name.startswith(OURS):
-                found[f"{name.removeprefix('ray::')} {process.pid}"] = (process.memory_info().rss / 2**20, process.num_fds())
+                found[f"{name.removeprefix('ray::')} {process.pid}"] = (
+                    process.memory_info().rss / 2**20,
+                    process.num_fds(),
+                )
         except psutil.NoSuchProcess:
             continue
     return found
@@ -58,10 +61,41 @@ def at_rest(http):
 
 def bench(client, url, prompts, num_prompts, concurrency, log):
     """One round; (requests answered, tokens per second) as the generator printed them."""
-    words = [client, str(ROOT / "tests/conformance/vllm_bench.py"), "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
-    words += ["--base-url", url, "--model", MODEL, "--tokenizer", str(ROOT / "dflash2_ray/assets/target"), "--dataset-name", "custom"]
-    words += ["--dataset-path", str(prompts), "--skip-chat-template", "--custom-output-len", str(NEW_TOKENS), "--temperature", "0"]
-    words += ["--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency), "--disable-tqdm", "--ignore-eos"]
+    words = [
+        client,
+        str(ROOT / "tests/conformance/vllm_bench.py"),
+        "--backend",
+        "openai-chat",
+        "--endpoint",
+        "/v1/chat/completions",
+    ]
+    words += [
+        "--base-url",
+        url,
+        "--model",
+        MODEL,
+        "--tokenizer",
+        str(ROOT / "dflash2_ray/assets/target"),
+        "--dataset-name",
+        "custom",
+    ]
+    words += [
+        "--dataset-path",
+        str(prompts),
+        "--skip-chat-template",
+        "--custom-output-len",
+        str(NEW_TOKENS),
+        "--temperature",
+        "0",
+    ]
+    words += [
+        "--num-prompts",
+        str(num_prompts),
+        "--max-concurrency",
+        str(concurrency),
+        "--disable-tqdm",
+        "--ignore-eos",
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
@@ -83,13 +117,21 @@ def soak(url, asked, concurrency, folder):
         while time.monotonic() < until or len(rounds) < 3:
             answered, rate = bench(asked.client, url, prompts, asked.num_prompts, concurrency, log)
             info = at_rest(http)
-            rounds.append({
-                "answered": answered, "tokens_per_s": rate, "processes": holdings(), "pages": [info["num_free_pages"], info["num_pages"]],
-                "requests": info["num_requests_by_line"] - before["num_requests_by_line"],
-                "cancelled": info["num_requests_cancelled"] - before["num_requests_cancelled"], "rebuilds": info["num_rebuilds"],
-            })
+            rounds.append(
+                {
+                    "answered": answered,
+                    "tokens_per_s": rate,
+                    "processes": holdings(),
+                    "pages": [info["num_free_pages"], info["num_pages"]],
+                    "requests": info["num_requests_by_line"] - before["num_requests_by_line"],
+                    "cancelled": info["num_requests_cancelled"] - before["num_requests_cancelled"],
+                    "rebuilds": info["num_rebuilds"],
+                }
+            )
             before = info
-            held = "; ".join(f"{name} {mib:.0f} MiB {files} files" for name, (mib, files) in rounds[-1]["processes"].items())
+            held = "; ".join(
+                f"{name} {mib:.0f} MiB {files} files" for name, (mib, files) in rounds[-1]["processes"].items()
+            )
             print(f"round {len(rounds)}: {answered} answers, {rate:.0f} tokens/s; {held}", flush=True)
     return rounds
 
@@ -118,7 +160,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--num-prompts", type=int, default=600, help="of a round")
-    parser.add_argument("--client", default=str(ROOT / ".venv-conformance/vllm/bin/python"), help="a Python that has vLLM's benchmark")
+    parser.add_argument(
+        "--client", default=str(ROOT / ".venv-conformance/vllm/bin/python"), help="a Python that has vLLM's benchmark"
+    )
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_args()
     if not Path(asked.client).is_file():
@@ -128,7 +172,17 @@ def main():
         rounds = soak(url, asked, config.max_num_seqs * 2, Path(folder))
     wrong = list(wrongs(rounds))
     answered, rates = sum(one["answered"] for one in rounds), [one["tokens_per_s"] for one in rounds]
-    print(json.dumps({"rounds": len(rounds), "answered": answered, "tokens_per_s": [min(rates), max(rates)], "pages": rounds[-1]["pages"], "wrong": wrong}))
+    print(
+        json.dumps(
+            {
+                "rounds": len(rounds),
+                "answered": answered,
+                "tokens_per_s": [min(rates), max(rates)],
+                "pages": rounds[-1]["pages"],
+                "wrong": wrong,
+            }
+        )
+    )
     sys.exit(bool(wrong))
 
 

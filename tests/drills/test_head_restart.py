@@ -19,7 +19,9 @@ def test_the_file_alone_brings_the_service_back(cluster, file, clients, tell):
     assert not cluster.status()["applications"]  # nothing is there but what the file says
     cluster.apply(file)
     assert clients.ask(url) == answer
-    tell("new head, then the file: Ray up after", f"{up - started:.1f} s, answering {time.monotonic() - up:.1f} s later")
+    tell(
+        "new head, then the file: Ray up after", f"{up - started:.1f} s, answering {time.monotonic() - up:.1f} s later"
+    )
 
     after = cluster.replicas()
     assert {row[2] for row in after}.isdisjoint(row[2] for row in before)

@@ -14,11 +14,19 @@ ROOT = Path(__file__).parents[2]
 def test_quickstart_answers_and_leaves_nothing():
     environment = os.environ | {"DFLASH2_VENV": sys.prefix}
     done = subprocess.run(
-        [ROOT / "deploy" / "quickstart", "--once", "max_num_seqs=2"], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [ROOT / "deploy" / "quickstart", "--once", "max_num_seqs=2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "installing" not in done.stdout
-    told = re.search(r"model dflash2-embedded: (\d+) tokens, (\d+) tokens/s, acceptance length ([\d.]+) tokens per verify step", done.stdout)
+    told = re.search(
+        r"model dflash2-embedded: (\d+) tokens, (\d+) tokens/s, acceptance length ([\d.]+) tokens per verify step",
+        done.stdout,
+    )
     assert told, done.stdout
     assert float(told[3]) > 1
     lines = (ROOT / "quickstart.log").read_text(encoding="utf-8").splitlines()

@@ -24,7 +24,9 @@ def redis_address(parts, cluster):
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
     documents = yaml.safe_load_all((parts.root / "k8s/overlays/ha/redis.yaml").read_text())
-    (container,) = next(one for one in documents if one["kind"] == "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    (container,) = next(one for one in documents if one["kind"] == "StatefulSet")["spec"]["template"]["spec"][
+        "containers"
+    ]
     (port,) = parts.free_ports(1)
     *shell, script = container["command"]
     assert "dir /data" in script
@@ -88,7 +90,9 @@ def test_the_head_is_lost_while_requests_go_on(cluster, service, file, start_hea
     assert during.tokens == expected.tokens
     assert cluster.status() is None
     answered = len(asking.answered)
-    parts.until(lambda: len(asking.answered) >= answered + 20 or asking.failed, "new requests are not answered without a head")
+    parts.until(
+        lambda: len(asking.answered) >= answered + 20 or asking.failed, "new requests are not answered without a head"
+    )
     without_head_s = time.monotonic() - lost_at
 
     started = time.monotonic()
@@ -100,7 +104,10 @@ def test_the_head_is_lost_while_requests_go_on(cluster, service, file, start_hea
     assert asking.failed == []
     assert {text for _, _, text in asking.answered} == {answer}
     after = [took for at, took, _ in asking.answered if at > lost_at]
-    tell("head lost, state in Redis: without a head", f"{without_head_s:.1f} s; longest silence of {NUM_STREAMS} streams {during.silence_s:.2f} s (undisturbed {expected.silence_s:.2f} s)")
+    tell(
+        "head lost, state in Redis: without a head",
+        f"{without_head_s:.1f} s; longest silence of {NUM_STREAMS} streams {during.silence_s:.2f} s (undisturbed {expected.silence_s:.2f} s)",
+    )
     tell("new requests meanwhile", f"{len(after)} of {len(after)} answered, longest {max(after):.2f} s")
     tell("new head on the old state", f"up after {up - started:.1f} s, replicas known {known - up:.1f} s later")
 

@@ -80,8 +80,14 @@ def build_tiny_pair(folder, *, vocab_size=8, mask_token_id=7, candidates=4, shar
 
     torch.manual_seed(SEED)
     shape = {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "vocab_size": vocab_size, "max_position_embeddings": 64, "rope_theta": 10000.0,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
     }
     settings = Qwen3Config(**shape, num_hidden_layers=3, tie_word_embeddings=False, eos_token_id=eos_token_id)
     target = Qwen3ForCausalLM(settings)
@@ -92,10 +98,17 @@ def build_tiny_pair(folder, *, vocab_size=8, mask_token_id=7, candidates=4, shar
     tokenizer = json.loads((ASSETS / "target" / "tokenizer.json").read_text())
     (folder / "target" / "tokenizer.json").write_text(json.dumps(tokenizer))
     method = {
-        "block_size": 4, "mask_token_id": mask_token_id, "target_layer_ids": [0, 1], "conv_kernel_size": 2, "conv_group_size": 16,
-        "selector_rank": 8, "selector_top_k": candidates,
+        "block_size": 4,
+        "mask_token_id": mask_token_id,
+        "target_layer_ids": [0, 1],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": candidates,
     }
-    config = Qwen3Config(**shape, num_hidden_layers=1, architectures=["DFlash2DraftModel"], dflash_config=method, num_target_layers=3)
+    config = Qwen3Config(
+        **shape, num_hidden_layers=1, architectures=["DFlash2DraftModel"], dflash_config=method, num_target_layers=3
+    )
     drafter = DFlash2DraftModel(config)
     with torch.no_grad():
         for layer in drafter.layers:

@@ -108,7 +108,9 @@ def specs(prompts):
 @pytest.fixture(scope="module")
 def plain(embedded, specs):
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, num_speculative_tokens=0)
-    return run(embedded(max_num_seqs=16)._loop, [RequestSpec(s.request_id, s.prompt_token_ids, params) for s in specs])[0]
+    return run(embedded(max_num_seqs=16)._loop, [RequestSpec(s.request_id, s.prompt_token_ids, params) for s in specs])[
+        0
+    ]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 16])

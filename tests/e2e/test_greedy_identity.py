@@ -14,7 +14,11 @@ def plain(embedded, prompts):
     return [
         g.token_ids
         for g in engine.generate(
-            prompt_token_ids=prompts[:200], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, num_speculative_tokens=0
+            prompt_token_ids=prompts[:200],
+            temperature=0,
+            max_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            num_speculative_tokens=0,
         )
     ]
 
@@ -57,7 +61,12 @@ def test_against_transformers_generate(hf_target, prompts, plain):
     for index in picked:
         ids = torch.tensor([prompts[index]])
         out = hf_target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert out[0, ids.shape[1] :].tolist() == plain[index], f"prompt {index}"
 

@@ -16,8 +16,10 @@ def test_texts_ids_and_conversations(embedded):
     assert by_text[0].usage.completion_tokens == len(by_text[0].token_ids) == 8
     (single,) = engine.generate("import os", temperature=0, max_tokens=8)
     assert single.token_ids == by_text[0].token_ids
-    chat = [{"role": "user", "content": "Spell the word \"cake\"."}]
-    assert [one.text for one in engine.chat([chat, chat], temperature=0)] == [engine.chat(chat, temperature=0)[0].text] * 2
+    chat = [{"role": "user", "content": 'Spell the word "cake".'}]
+    assert [one.text for one in engine.chat([chat, chat], temperature=0)] == [
+        engine.chat(chat, temperature=0)[0].text
+    ] * 2
 
 
 def test_stream_pieces_are_the_text_and_long_answers_keep_speculating(embedded):
@@ -77,10 +79,21 @@ def test_bad_input_is_told_before_anything_runs(embedded, arguments, kind):
 
 def test_calls_of_tools_are_read_out_of_the_text(embedded):
     engine = embedded(max_num_seqs=4)
-    parameters = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC", "CET"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    }
     tools = [{"type": "function", "function": {"name": "get_time", "parameters": parameters}}]
     chat = [{"role": "user", "content": "What time is it?"}]
-    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
+    options = {
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
     (one,) = engine.chat(chat, **options)
     (call,) = one.tool_calls
     assert call["function"]["name"] == "get_time"

@@ -39,7 +39,9 @@ def test_sampled_acceptance_is_the_official_loops_within_noise(embedded, hf_targ
     torch.manual_seed(7)
     theirs = []
     for ids in picked:
-        out = official.dflash_generate(hf_drafter, hf_target, torch.tensor([ids]), 64, None, temperature=1.0, return_stats=True)
+        out = official.dflash_generate(
+            hf_drafter, hf_target, torch.tensor([ids]), 64, None, temperature=1.0, return_stats=True
+        )
         theirs.append(sum(out.acceptance_lengths) / len(out.acceptance_lengths))
     ours_t, theirs_t = torch.tensor(ours), torch.tensor(theirs)
     difference = ours_t.mean() - theirs_t.mean()

@@ -352,9 +352,7 @@ def _drafts_stay_counted(monkeypatch):
 
 
 def _shapers_with(monkeypatch, change):
-    monkeypatch.setattr(
-        shapers, "LogitShaper", lambda **settings: LogitShaper(**{**settings, **change(settings)})
-    )
+    monkeypatch.setattr(shapers, "LogitShaper", lambda **settings: LogitShaper(**{**settings, **change(settings)}))
 
 
 def _min_tokens_one_short(monkeypatch):
@@ -383,7 +381,9 @@ def _filters_at_the_first_slot_only(monkeypatch):
 
     def wrong(logits, rows, starts, sampled):
         count = len(rows.num_drafts)
-        probs = probabilities(logits, replace(rows, top_k=[0] * count, top_p=[1.0] * count, min_p=[0.0] * count), starts, sampled)
+        probs = probabilities(
+            logits, replace(rows, top_k=[0] * count, top_p=[1.0] * count, min_p=[0.0] * count), starts, sampled
+        )
         firsts = [0, *accumulate(rows.num_drafts[r] + 1 for r in sampled)][:-1]
         probs[firsts] = probabilities(logits, rows, starts, sampled)[firsts]
         return probs
@@ -393,7 +393,9 @@ def _filters_at_the_first_slot_only(monkeypatch):
 
 def _min_p_a_little_higher(monkeypatch):
     right = rejection.target_probs
-    monkeypatch.setattr(rejection, "target_probs", lambda *given: right(*given[:-1], [1.2 * floor for floor in given[-1]]))
+    monkeypatch.setattr(
+        rejection, "target_probs", lambda *given: right(*given[:-1], [1.2 * floor for floor in given[-1]])
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-PROMPTS = ["Once upon a time", "def add(a, b):\n", "aaaa aaaa aaaa", "The capital of France", "1 2 3 4 5 6", "import os\nimport"]
+PROMPTS = [
+    "Once upon a time",
+    "def add(a, b):\n",
+    "aaaa aaaa aaaa",
+    "The capital of France",
+    "1 2 3 4 5 6",
+    "import os\nimport",
+]
 NUM_TOKENS = 40
 OPTIONS = {
     "presence_penalty": {"presence_penalty": 1.5},
@@ -21,7 +28,14 @@ OPTIONS = {
     "skip_special_tokens": {"skip_special_tokens": False, "ignore_eos": False},
     "logprobs": {"logprobs": 3},
     "n": {"n": 3},
-    "all": {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {30: 2.0}, "bad_words": ["the"], "min_tokens": 5, "stop": ["."]},
+    "all": {
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {30: 2.0},
+        "bad_words": ["the"],
+        "min_tokens": 5,
+        "stop": ["."],
+    },
 }
 
 
@@ -51,14 +65,19 @@ def test_speculation_changes_nothing(embedded, name, law):
     stats = [one.metrics["speculative_decoding"] for one in fast]
     assert sum(one["num_accepted_draft_tokens"] for one in stats) > 0
     for one, stat in zip(fast, stats, strict=True):  # B03, B12: counted on what was delivered
-        assert 1 + stat["num_spec_steps"] + stat["num_accepted_draft_tokens"] + stat["num_plain_steps"] == len(one.token_ids)
+        assert 1 + stat["num_spec_steps"] + stat["num_accepted_draft_tokens"] + stat["num_plain_steps"] == len(
+            one.token_ids
+        )
         assert one.usage.completion_tokens == len(one.token_ids)
     if name == "logprobs":
         for one, other in zip(fast, plain, strict=True):
             close(one.logprobs, other.logprobs)
             assert len(one.logprobs) == len(one.token_ids)
             if law["temperature"] == 0:
-                assert all(alternatives[0] == (token, own) for token, (own, alternatives) in zip(one.token_ids, one.logprobs, strict=True))
+                assert all(
+                    alternatives[0] == (token, own)
+                    for token, (own, alternatives) in zip(one.token_ids, one.logprobs, strict=True)
+                )
     if name not in ("min_p", "logprobs", "n", "skip_special_tokens", "min_tokens"):
         without = run(engine, num_speculative_tokens=0, **law)
         assert [told(one) for one in without] != [told(one) for one in plain], "the option does something"
@@ -67,7 +86,10 @@ def test_speculation_changes_nothing(embedded, name, law):
 def test_choices_are_those_of_their_seeds(embedded):
     engine = embedded(max_num_seqs=4)
     together = engine.generate(PROMPTS[0], n=3, temperature=1.0, seed=20, max_tokens=12, ignore_eos=True)
-    alone = [engine.generate(PROMPTS[0], temperature=1.0, seed=20 + index, max_tokens=12, ignore_eos=True)[0] for index in range(3)]
+    alone = [
+        engine.generate(PROMPTS[0], temperature=1.0, seed=20 + index, max_tokens=12, ignore_eos=True)[0]
+        for index in range(3)
+    ]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert len({tuple(one.token_ids) for one in together}) == 3
 
@@ -88,7 +110,9 @@ def test_prompt_logprobs_are_those_of_one_pass(embedded):
     """Over prefill chunks and neighbours."""
     engine = embedded(max_num_seqs=4, max_num_batched_tokens=32)
     prompt = engine.tokenizer.encode("Once upon a time there was a little girl who liked to play in the garden. " * 3)
-    (one, _) = engine.generate(prompt_token_ids=[prompt, prompt[:9]], prompt_logprobs=2, max_tokens=8, temperature=0.0, ignore_eos=True)
+    (one, _) = engine.generate(
+        prompt_token_ids=[prompt, prompt[:9]], prompt_logprobs=2, max_tokens=8, temperature=0.0, ignore_eos=True
+    )
     assert len(one.prompt_logprobs) == len(prompt) > 40
     assert one.prompt_logprobs[0] is None
     (rest,) = engine.generate(prompt_token_ids=prompt[:20], prompt_logprobs=0, max_tokens=1)

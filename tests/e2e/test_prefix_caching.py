@@ -31,7 +31,10 @@ def test_turns_of_a_conversation(engines, prompts, sampling, width):
     for engine in (on, off):
         turns = engine.generate(prompt_token_ids=first, **options)
         again = engine.generate(prompt_token_ids=first, **options)
-        longer = [[*prompt, *turn.token_ids, *prompts[40 + i][:30]] for i, (prompt, turn) in enumerate(zip(first, turns, strict=True))]
+        longer = [
+            [*prompt, *turn.token_ids, *prompts[40 + i][:30]]
+            for i, (prompt, turn) in enumerate(zip(first, turns, strict=True))
+        ]
         answers[engine] = [turns, again, engine.generate(prompt_token_ids=longer, **options)]
     for warm, cold in zip(answers[on], answers[off], strict=True):
         assert [told(one) for one in warm] == [told(one) for one in cold]

@@ -32,7 +32,9 @@ DRAWS = 6000
 def engine(tiny_pair):
     from dflash2_ray import LLM
 
-    engine = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=128, draft_width="fixed")
+    engine = LLM(
+        target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=128, draft_width="fixed"
+    )
     engine._loop._salt = "law"  # so that the noise of unseeded requests is that of their ids, every time
     yield engine
     engine.close()
@@ -133,7 +135,9 @@ def test_plain_decoding_has_the_same_law(engine, tiny_pair, options):
 def test_a_changing_draft_width_keeps_the_law(tiny_pair):
     from dflash2_ray import LLM
 
-    adaptive = LLM(target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=128, draft_width="auto")
+    adaptive = LLM(
+        target=tiny_pair.target, drafter=tiny_pair.drafter, dtype="float32", max_num_seqs=128, draft_width="auto"
+    )
     loop, widths = adaptive._loop, itertools.cycle([3, 0, 1, 3, 2])
     decide = loop.control.decide
     loop.control.decide = lambda load: loop.control.force(next(widths)) or decide(load)
@@ -235,7 +239,9 @@ def specs(prompts):
             RequestSpec(
                 f"r{i}",
                 tuple(prompts[i * 5]),
-                SamplingParams(seed=1000 + i, max_tokens=40, num_speculative_tokens=width, ignore_eos=True, **SEEDED[i % 4]),
+                SamplingParams(
+                    seed=1000 + i, max_tokens=40, num_speculative_tokens=width, ignore_eos=True, **SEEDED[i % 4]
+                ),
             )
             for i in range(12)
         ]
@@ -256,8 +262,13 @@ def test_seeded_output_ignores_width_neighbours_and_preemption(embedded, prompts
     tokens, accepted = _run(embedded(max_num_seqs=1)._loop, specs(width)[:4])
     assert tokens == {name: plain[name] for name in tokens}
     assert (accepted > 0) == (width > 0)
-    company = [RequestSpec(f"n{i}", tuple(prompts[i]), SamplingParams(temperature=1.0, max_tokens=30)) for i in range(6)]
-    company += [RequestSpec(f"s{i}", tuple(prompts[i]), SamplingParams(temperature=1.0, seed=i, max_tokens=30)) for i in range(3)]
+    company = [
+        RequestSpec(f"n{i}", tuple(prompts[i]), SamplingParams(temperature=1.0, max_tokens=30)) for i in range(6)
+    ]
+    company += [
+        RequestSpec(f"s{i}", tuple(prompts[i]), SamplingParams(temperature=1.0, seed=i, max_tokens=30))
+        for i in range(3)
+    ]
     greedy = RequestSpec("g", tuple(prompts[3]), SamplingParams(temperature=0.0, max_tokens=30))
     together, _ = _run(embedded(max_num_seqs=16, seed=None)._loop, [*specs(width), *company, greedy])
     assert {name: together[name] for name in plain} == plain
@@ -287,14 +298,18 @@ class UnreliablePort:
     def collect(self, wanted, deadline_s=None):
         answers = []
         for proposal in self.port.collect(wanted, deadline_s):
-            fate = int.from_bytes(hashlib.sha256(f"{proposal.request_id}:{proposal.base_len}".encode()).digest()[:2]) % 5
+            fate = (
+                int.from_bytes(hashlib.sha256(f"{proposal.request_id}:{proposal.base_len}".encode()).digest()[:2]) % 5
+            )
             ids = proposal.token_ids
             if fate == 0:
                 self.num_lost += 1
             elif fate == 1:
                 answers.append(replace(proposal, token_ids=ids[: 1 + len(ids) // 2]))
             elif fate == 2:
-                answers.append(replace(proposal, token_ids=tuple(5 if slot == 1 else one for slot, one in enumerate(ids))))
+                answers.append(
+                    replace(proposal, token_ids=tuple(5 if slot == 1 else one for slot, one in enumerate(ids)))
+                )
             else:
                 answers.append(proposal)
         return answers
@@ -334,7 +349,9 @@ def test_seeded_output_ignores_how_the_drafter_draws(embedded, specs, plain, mon
     send = loop.draft_port.send
 
     def changed(messages):
-        other = {"temperature": lambda m: replace(m, temperature=4.0), "seed": lambda m: replace(m, seed=m.seed ^ 1)}[change]
+        other = {"temperature": lambda m: replace(m, temperature=4.0), "seed": lambda m: replace(m, seed=m.seed ^ 1)}[
+            change
+        ]
         send([other(message) if isinstance(message, Open) else message for message in messages])
 
     monkeypatch.setattr(loop.draft_port, "send", changed)
@@ -359,7 +376,9 @@ def _noise_by_row(monkeypatch):
 def _standard_rule(monkeypatch):
     verify = target_runner.verify
     monkeypatch.setattr(
-        target_runner, "verify", lambda logits, rows: verify(logits, replace(rows, matching=[False] * len(rows.matching)))
+        target_runner,
+        "verify",
+        lambda logits, rows: verify(logits, replace(rows, matching=[False] * len(rows.matching))),
     )
 
 
@@ -376,6 +395,8 @@ def test_matching_accepts_nearly_as_much_as_the_standard_rule(embedded, prompts)
     for seed in (None, 20261201):
         engine = embedded(max_num_seqs=16, seed=seed)
         results = engine.generate(prompt_token_ids=prompts[:48], temperature=1.0, max_tokens=64, ignore_eos=True)
-        lengths[seed] = torch.tensor([g.metrics["speculative_decoding"]["mean_acceptance_length"] for g in results]).mean()
+        lengths[seed] = torch.tensor(
+            [g.metrics["speculative_decoding"]["mean_acceptance_length"] for g in results]
+        ).mean()
     print(f"acceptance length at temperature 1: standard {lengths[None]:.3f}, matching {lengths[20261201]:.3f}")
     assert lengths[20261201] > 0.9 * lengths[None]

@@ -43,7 +43,12 @@ def test_greedy_text_is_that_of_transformers(folder):
         ids = torch.tensor([engine.chat_ids(chat)])
         with torch.inference_mode():
             out = reference.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
         assert result.token_ids == out[0, ids.shape[1] :].tolist()
         assert result.metrics["speculative_decoding"]["skipped_reason"] == "drafter_unavailable"

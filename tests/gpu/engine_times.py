@@ -57,8 +57,16 @@ def main() -> None:
 def _row(loop: TargetLoop, count: int, size: Sizes, part: PartScript) -> dict[str, Any]:
     plain = _measure(loop, count, size, 0, part)
     drafted = _measure(loop, count, size, loop.control.max_width, part)
-    drafted["tokens_per_s_if"] = {"acceptance_length": _IF_ACCEPTED, "tokens_per_s": count * _IF_ACCEPTED / drafted["step_ms"] * 1e3}
-    return {"requests": count, "plain": plain, "speculative": drafted, "launch_by_launch": _ungraphed(loop, count, size, part)}
+    drafted["tokens_per_s_if"] = {
+        "acceptance_length": _IF_ACCEPTED,
+        "tokens_per_s": count * _IF_ACCEPTED / drafted["step_ms"] * 1e3,
+    }
+    return {
+        "requests": count,
+        "plain": plain,
+        "speculative": drafted,
+        "launch_by_launch": _ungraphed(loop, count, size, part),
+    }
 
 
 def _ungraphed(loop: TargetLoop, count: int, size: Sizes, part: PartScript) -> dict[str, float] | None:
@@ -67,7 +75,9 @@ def _ungraphed(loop: TargetLoop, count: int, size: Sizes, part: PartScript) -> d
         return None
     with launch_by_launch(loop):
         widths = {"plain": 0, "speculative": loop.control.max_width}
-        return {f"{kind}_step_ms": _measure(loop, count, size, width, part)["step_ms"] for kind, width in widths.items()}
+        return {
+            f"{kind}_step_ms": _measure(loop, count, size, width, part)["step_ms"] for kind, width in widths.items()
+        }
 
 
 def _measure(loop: TargetLoop, count: int, size: Sizes, width: int, part: PartScript) -> dict[str, Any]:
@@ -102,7 +112,12 @@ def _measure(loop: TargetLoop, count: int, size: Sizes, width: int, part: PartSc
 def _split(loop: TargetLoop, count: int, part: PartScript) -> dict[str, float | None]:
     """Milliseconds of a step by phase. The device is waited for around each, so their sum exceeds an undisturbed step."""
     spent = dict.fromkeys(_PHASES, 0.0)
-    homes = {"draft": (loop, "_draft"), "forward": (loop.runner, "forward"), "verify": (loop.runner, "verify"), "context": (loop, "_commit_context")}
+    homes = {
+        "draft": (loop, "_draft"),
+        "forward": (loop.runner, "forward"),
+        "verify": (loop.runner, "verify"),
+        "context": (loop, "_commit_context"),
+    }
     for phase, (owner, name) in homes.items():
         setattr(owner, name, _timed(getattr(owner, name), phase, spent, part))
     steps, most = 0, 1 if part.rehearsal else _SPLIT_STEPS

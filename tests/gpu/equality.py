@@ -10,7 +10,9 @@ from pathlib import Path
 from part_script import PartScript
 
 FOLDER = Path(__file__).parents[1] / "kernels" / "equality"
-_IN_A_REHEARSAL = "the_kernel_is_what_runs_here or nothing_to_do or no_requests or bits_are_those"  # cheap ones, of most files
+_IN_A_REHEARSAL = (
+    "the_kernel_is_what_runs_here or nothing_to_do or no_requests or bits_are_those"  # cheap ones, of most files
+)
 
 
 def main() -> None:
@@ -42,7 +44,17 @@ def main() -> None:
 
 def _start(files: list[Path], report: Path, rehearsal: bool) -> subprocess.Popen:
     chosen = ["-k", _IN_A_REHEARSAL] if rehearsal else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *chosen, *map(str, files)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junit-xml={report}",
+        *chosen,
+        *map(str, files),
+    ]
     return subprocess.Popen(command, cwd=FOLDER.parents[2])  # what it says goes to the part's log
 
 

@@ -120,8 +120,14 @@ def _in_place(store: Callable[..., None]) -> Callable[..., torch.Tensor]:
 
 def _walk(size: Sizes, batch: int, normal: Callable, whole: Callable, device: str) -> tuple:
     slots, candidates = size.draft_block - 1, size.candidates
-    ids = torch.stack([torch.randperm(size.vocab, device=device)[:candidates].sort().values for _ in range(batch * slots)])
-    rules = torch.tensor([(selector_walk.GREEDY, selector_walk.DRAW, selector_walk.RACE)[r % 3] for r in range(batch)], dtype=torch.int32, device=device)
+    ids = torch.stack(
+        [torch.randperm(size.vocab, device=device)[:candidates].sort().values for _ in range(batch * slots)]
+    )
+    rules = torch.tensor(
+        [(selector_walk.GREEDY, selector_walk.DRAW, selector_walk.RACE)[r % 3] for r in range(batch)],
+        dtype=torch.int32,
+        device=device,
+    )
     return (
         normal(batch, slots, candidates, dtype=torch.float32), ids.view(batch, slots, candidates), normal(batch, slots, size.rank),
         normal(size.vocab, size.rank), normal(size.vocab, size.rank), whole(size.vocab, batch), torch.full((batch,), 0.8, device=device), rules,
@@ -143,7 +149,9 @@ def _rejection(size: Sizes, batch: int, normal: Callable, whole: Callable, devic
     return logits, rows
 
 
-def _attention(size: Sizes, batch: int, width: int, kv_len: int, normal: Callable, generator: torch.Generator, device: str) -> tuple:
+def _attention(
+    size: Sizes, batch: int, width: int, kv_len: int, normal: Callable, generator: torch.Generator, device: str
+) -> tuple:
     pages = -(-kv_len // _PAGE)
     table = torch.randperm(batch * pages, generator=generator, device=device).to(torch.int32).view(batch, pages)
     numbers = torch.arange(batch, dtype=torch.int32, device=device)

@@ -33,7 +33,9 @@ def main() -> None:
             continue
         rows.append(_row(case, chip, part.device))
         part.write(result)
-    result["status"] = "passed" if rows and all(row["equal"] is not False and "error" not in row for row in rows) else "failed"
+    result["status"] = (
+        "passed" if rows and all(row["equal"] is not False and "error" not in row for row in rows) else "failed"
+    )
     part.write(result)
 
 

@@ -17,7 +17,13 @@ from dflash2_ray.runtime.target_loop import TargetLoop
 @contextmanager
 def running_loop(keys: dict[str, Any], *, separate: bool = False) -> Iterator[TargetLoop]:
     """separate: the drafter is served over a socket, by a thread of this process, on the same device."""
-    config = ServiceConfig.from_keys({**keys, "draft_width": "fixed", **({"drafter_placement": "separate", "draft_deadline_ms": 60_000} if separate else {})})
+    config = ServiceConfig.from_keys(
+        {
+            **keys,
+            "draft_width": "fixed",
+            **({"drafter_placement": "separate", "draft_deadline_ms": 60_000} if separate else {}),
+        }
+    )
     blueprint = draw_blueprint(config)
     loop = build_from_blueprint(blueprint, config)
     ends: list[Callable[[], Any]] = [loop.close]
@@ -72,4 +78,7 @@ def step(loop: TargetLoop) -> list[RequestDelta]:
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     """Tokens all over the vocabulary."""
-    return [[(index * 7919 + position * 104729 + 17) % (vocab_size - 8) for position in range(length)] for index in range(count)]
+    return [
+        [(index * 7919 + position * 104729 + 17) % (vocab_size - 8) for position in range(length)]
+        for index in range(count)
+    ]

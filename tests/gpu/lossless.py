@@ -34,7 +34,13 @@ def main() -> None:
             continue
         rows.append({"placement": name, **_compare(part, separate)})
         part.write(result)
-    held = [row["num_wrong"] == 0 and not any(one["failure"] for one in row["graphs"].values()) and row["acceptance_length"] is not None and row["acceptance_length"] > 1 for row in rows]
+    held = [
+        row["num_wrong"] == 0
+        and not any(one["failure"] for one in row["graphs"].values())
+        and row["acceptance_length"] is not None
+        and row["acceptance_length"] > 1
+        for row in rows
+    ]
     result["status"] = "passed" if held and all(held) else "failed"
     part.write(result)
 
@@ -58,7 +64,9 @@ def _compare(part: PartScript, separate: bool) -> dict[str, Any]:
     wrong = ties = 0
     for name, tokens in plain.items():
         for other in others:
-            first = next((i for i, pair in enumerate(zip(tokens, other[name], strict=True)) if pair[0] != pair[1]), None)
+            first = next(
+                (i for i, pair in enumerate(zip(tokens, other[name], strict=True)) if pair[0] != pair[1]), None
+            )
             tied = first is not None and name in margins and margins[name][first] <= _TIE
             ties += tied
             wrong += first is not None and not tied

@@ -27,7 +27,10 @@ def main() -> int:
     if unknown:
         parser.error(f"--parts: expected some of {', '.join(part.name for part in PARTS)}, got {', '.join(unknown)}")
     if not arguments.dry_run and not torch.cuda.is_available():
-        print(f"error: torch {torch.__version__} sees no GPU (built for CUDA {torch.version.cuda}); --dry-run rehearses without one", file=sys.stderr)
+        print(
+            f"error: torch {torch.__version__} sees no GPU (built for CUDA {torch.version.cuda}); --dry-run rehearses without one",
+            file=sys.stderr,
+        )
         return 2
     started = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,9 @@ def _device(rehearsal: bool) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 

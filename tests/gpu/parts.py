@@ -57,10 +57,19 @@ def run_parts(
 def _run(part: Part, result: Path, limit_s: float, rehearsal: bool) -> dict[str, Any]:
     result.unlink(missing_ok=True)
     log = result.with_suffix(".log")
-    command = [sys.executable, str(HERE / part.script), str(result), "--limit-s", str(limit_s), *(["--dry-run"] if rehearsal else [])]
+    command = [
+        sys.executable,
+        str(HERE / part.script),
+        str(result),
+        "--limit-s",
+        str(limit_s),
+        *(["--dry-run"] if rehearsal else []),
+    ]
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if rehearsal and part.interprets else {})
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parents[1], start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parents[1], start_new_session=True
+        )
         try:
             code: int | None = process.wait(limit_s + 10)  # a part ends itself at its limit, with what it has
         except subprocess.TimeoutExpired:

@@ -27,7 +27,15 @@ def make_pair(folder: Path, size: Sizes) -> tuple[str, str]:
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False, "hidden_act": "silu",
     }  # fmt: skip
     target, drafter = folder / "target", folder / "drafter"
-    _write(target, {**shape, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": size.target_layers, "tie_word_embeddings": True})
+    _write(
+        target,
+        {
+            **shape,
+            "architectures": ["Qwen3ForCausalLM"],
+            "num_hidden_layers": size.target_layers,
+            "tie_word_embeddings": True,
+        },
+    )
     _write(drafter, {
         **shape, "architectures": ["DFlash2DraftModel"], "num_hidden_layers": size.drafter_layers, "num_target_layers": size.target_layers,
         "dflash_config": {
@@ -53,7 +61,10 @@ def _target_shapes(size: Sizes) -> dict[str, tuple[int, ...]]:
         "self_attn.q_norm": (size.head_dim,), "self_attn.k_norm": (size.head_dim,), "mlp.gate_proj": (size.intermediate, size.hidden),
         "mlp.up_proj": (size.intermediate, size.hidden), "mlp.down_proj": (size.hidden, size.intermediate),
     }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size.vocab, size.hidden), "model.norm.weight": (size.hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (size.vocab, size.hidden),
+        "model.norm.weight": (size.hidden,),
+    }
     for index in range(size.target_layers):
         shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
     return shapes

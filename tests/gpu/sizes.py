@@ -35,7 +35,9 @@ REAL = Sizes(
     published.DRAFTER_LAYERS, (1, 9, 17, 25, 33), published.DRAFT_BLOCK, published.CANDIDATES, published.SELECTOR_RANK, published.CONV_TAPS,
     published.CONV_GROUP, published.BATCHES, (512, 8192), max_model_len=512, prompt_len=128, new_tokens=96,
 )  # fmt: skip
-TINY = Sizes(32, 48, 67, 4, 2, 8, 2, 1, (0, 1), 4, 4, 8, 2, 8, (1, 2), (9,), max_model_len=64, prompt_len=6, new_tokens=8)
+TINY = Sizes(
+    32, 48, 67, 4, 2, 8, 2, 1, (0, 1), 4, 4, 8, 2, 8, (1, 2), (9,), max_model_len=64, prompt_len=6, new_tokens=8
+)
 
 
 def sizes(rehearsal: bool) -> Sizes:

@@ -53,7 +53,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"\nCUDA graphs of {name}: {graphs['failure'] or graphs['num_graphs']}, {graphs['num_replays']} replays"
     for row in rows:
         if row["launch_by_launch"]:
-            steps = [f"{kind} {row[kind]['step_ms']:.2f} ms, {row['launch_by_launch'][f'{kind}_step_ms']:.2f} ms without" for kind in ("plain", "speculative")]
+            steps = [
+                f"{kind} {row[kind]['step_ms']:.2f} ms, {row['launch_by_launch'][f'{kind}_step_ms']:.2f} ms without"
+                for kind in ("plain", "speculative")
+            ]
             yield f"* a step of {row['requests']} with graphs: {'; '.join(steps)}"
 
 

@@ -47,7 +47,9 @@ def _greedy_for_registers(x_ptr, y_ptr, SIZE: tl.constexpr):
 
 
 def test_spills_are_seen():
-    case = CompileCase("spilling", _greedy_for_registers, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"SIZE": 16384}, num_warps=1)
+    case = CompileCase(
+        "spilling", _greedy_for_registers, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"SIZE": 16384}, num_warps=1
+    )
     built = compile_for(case, A100)
     assert built.spilled_bytes > 0
     assert built.faults == [f"spilling, sm_80: {built.spilled_bytes} bytes per thread are spilled"]

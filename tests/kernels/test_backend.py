@@ -41,14 +41,20 @@ def fresh_choice():
 
 def test_every_module_imports_and_works_without_triton():
     libraries = {library for module in catalogue.MODULES for library in module.OPERATOR.libraries}
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON, *libraries], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON, *libraries], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "dflash2-ray[triton]" in done.stdout
 
 
 def test_nothing_but_two_places_imports_triton():
     package = Path(backend.__file__).parent
-    importing = {path.name for path in package.rglob("*.py") if "import triton\n" in path.read_text() or "from triton" in path.read_text()}
+    importing = {
+        path.name
+        for path in package.rglob("*.py")
+        if "import triton\n" in path.read_text() or "from triton" in path.read_text()
+    }
     assert importing == {"triton_import.py", "ahead_of_time.py"}
 
 

@@ -15,7 +15,9 @@ SPLIT = {"draft", "forward", "verify", "context"}
 
 
 def run(*arguments, **options):
-    return subprocess.run([GPU / "run", "--python", sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
+    return subprocess.run(
+        [GPU / "run", "--python", sys.executable, *arguments], capture_output=True, text=True, check=False, **options
+    )
 
 
 def module(name):
@@ -32,13 +34,25 @@ def test_rehearsal_goes_through_every_part(tmp_path):
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert set(report) == {"rehearsal", "device", "commit", "budget_s", "seconds", "parts"}
     assert report["rehearsal"] is True
-    assert set(report["device"]) == {"name", "num_gpus", "memory_bytes", "compute_capability", "torch", "cuda", "triton"}
+    assert set(report["device"]) == {
+        "name",
+        "num_gpus",
+        "memory_bytes",
+        "compute_capability",
+        "torch",
+        "cuda",
+        "triton",
+    }
     parts = report["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(("equality", "kernels", "lossless", "engine"), "passed")
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(
+        ("equality", "kernels", "lossless", "engine"), "passed"
+    )
     assert not any(part.get("cut") or part.get("unfinished") for part in parts.values())
 
     files = parts["equality"]["files"]
-    assert {f"{name}.py" for name in files} == {path.name for path in (GPU.parent / "kernels" / "equality").glob("test_*.py")}
+    assert {f"{name}.py" for name in files} == {
+        path.name for path in (GPU.parent / "kernels" / "equality").glob("test_*.py")
+    }
     assert sum(one["passed"] for one in files.values()) > 5
 
     from dflash2_kernels import catalogue
@@ -104,7 +118,12 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 
 def test_a_chip_is_known_by_its_drivers_name():
-    names = {"NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA GH200 480GB": None}
+    names = {
+        "NVIDIA H200": "H200",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA GH200 480GB": None,
+    }
     code = "import sys, json; sys.path.insert(0, sys.argv[1])\nfrom kernel_times import find_chip\nprint(json.dumps([getattr(find_chip(n), 'name', None) for n in sys.argv[2:]]))"
     done = subprocess.run([sys.executable, "-c", code, GPU, *names], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == list(names.values())

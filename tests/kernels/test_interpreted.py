@@ -18,7 +18,11 @@ FILES = sorted(path.name for path in (HERE / "equality").glob("test_*.py"))
 def test_kernels_in_the_interpreter(name):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "equality" / name)],
-        cwd=HERE.parents[1], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+        cwd=HERE.parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout

@@ -18,7 +18,12 @@ def as_tensors():
 def test_words_and_uniforms():
     for stream in (0, noise.TOKEN_STREAM):
         assert noise.words_reference(*as_tensors(), stream).tolist() == words(SEEDS, POSITIONS, stream).tolist()
-    for purpose, own in ((Purpose.DRAFT, noise.DRAFT), (Purpose.ACCEPT, noise.ACCEPT), (Purpose.RESIDUAL, noise.RESIDUAL), (Purpose.BONUS, noise.BONUS)):
+    for purpose, own in (
+        (Purpose.DRAFT, noise.DRAFT),
+        (Purpose.ACCEPT, noise.ACCEPT),
+        (Purpose.RESIDUAL, noise.RESIDUAL),
+        (Purpose.BONUS, noise.BONUS),
+    ):
         assert purpose == own
         assert torch.equal(noise.uniforms_reference(*as_tensors(), own), uniforms(SEEDS, POSITIONS, purpose))
     assert noise.TOKEN_STREAM == TOKEN_STREAM

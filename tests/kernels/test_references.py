@@ -21,7 +21,8 @@ def loop(x, dynamic, base):
     y = torch.zeros(blocks, rows, channels, dtype=torch.float64)
     for n, i, channel in itertools.product(range(blocks), range(rows), range(channels)):
         y[n, i, channel] = sum(
-            (base[t][channel] + dynamic[n][i][t][channel // width]) * x[n][i - t][channel] for t in range(min(i, taps - 1) + 1)
+            (base[t][channel] + dynamic[n][i][t][channel // width]) * x[n][i - t][channel]
+            for t in range(min(i, taps - 1) + 1)
         )
     return y
 
@@ -145,11 +146,15 @@ def test_the_operator_is_its_reference_here():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("blocks", "slots", "candidates", "rank"), [(2, 3, 4, 5), (1, 1, 1, 1), (3, 7, 16, 32), (1, 2, 9, 3)])
+@pytest.mark.parametrize(
+    ("blocks", "slots", "candidates", "rank"), [(2, 3, 4, 5), (1, 1, 1, 1), (3, 7, 16, 32), (1, 2, 9, 3)]
+)
 def test_the_lattice_is_the_sum_over_the_rank(blocks, slots, candidates, rank, dtype):
     generator = torch.Generator().manual_seed(0)
     unary = torch.randn(blocks, slots, candidates, generator=generator)
-    predecessors, successors = (torch.randn(blocks, slots, candidates, rank, generator=generator).to(dtype) for _ in range(2))
+    predecessors, successors = (
+        torch.randn(blocks, slots, candidates, rank, generator=generator).to(dtype) for _ in range(2)
+    )
     hidden = torch.randn(blocks, slots, rank, generator=generator).to(dtype)
     got = selector_lattice_reference(unary, predecessors, hidden, successors)
     expected = unary.double()[:, :, None] + torch.einsum(
@@ -171,7 +176,9 @@ def test_follow_walks_from_the_anchor():
 def test_follow_is_the_walk_step_by_step():
     generator = torch.Generator().manual_seed(0)
     for blocks, slots, candidates in ((1, 1, 1), (1, 8, 6), (5, 3, 2), (64, 7, 16)):
-        scores = torch.randint(0, 4, (blocks, slots, candidates, candidates), generator=generator).float()  # full of ties
+        scores = torch.randint(
+            0, 4, (blocks, slots, candidates, candidates), generator=generator
+        ).float()  # full of ties
         choices = scores.argmax(-1)
         for path in (follow(choices).tolist(), follow_best(scores).tolist()):
             for own, chosen in zip(path, choices.tolist(), strict=True):
@@ -212,6 +219,10 @@ def test_inverse_cdf_rows_do_not_depend_on_each_other():
     together = inverse_cdf(probs, uniforms)
     assert together.tolist() == [int(inverse_cdf(probs[i], uniforms[i])) for i in range(40)]
     assert together.tolist() == [
-        next(c for c in range(7) if float(probs[i, : c + 1].double().sum()) > float(uniforms[i]) * float(probs[i].double().sum()))
+        next(
+            c
+            for c in range(7)
+            if float(probs[i, : c + 1].double().sum()) > float(uniforms[i]) * float(probs[i].double().sum())
+        )
         for i in range(40)
     ]

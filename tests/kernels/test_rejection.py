@@ -51,7 +51,9 @@ def problem(options, num_requests, seed):
     signed = torch.tensor([one - (1 << 64) if one >> 63 else one for one in seeds])
     kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
     tensors = (torch.tensor(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True))
-    own = RejectionRows(torch.tensor(first_row, dtype=torch.int32), drafts, ids, probs, *tensors, signed, torch.tensor(positions))
+    own = RejectionRows(
+        torch.tensor(first_row, dtype=torch.int32), drafts, ids, probs, *tensors, signed, torch.tensor(positions)
+    )
     return logits, service, own
 
 

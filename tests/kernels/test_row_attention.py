@@ -6,7 +6,9 @@ import torch
 from dflash2_kernels import row_attention
 from dflash2_kernels.row_attention import RowSpans
 
-pytestmark = pytest.mark.skipif(not row_attention.available(64), reason="needs AVX512-bf16 without AMX, and a C compiler")
+pytestmark = pytest.mark.skipif(
+    not row_attention.available(64), reason="needs AVX512-bf16 without AMX, and a C compiler"
+)
 PAGE = 4
 
 
@@ -45,7 +47,9 @@ def step(queries, cache, pages, parts, scaling, window, spare=0):
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-@pytest.mark.parametrize(("kv_heads", "groups", "head_dim"), [(3, 3, 64), (1, 4, 16), (2, 1, 128), (1, 2, 256), (2, 2, 96)])
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "head_dim"), [(3, 3, 64), (1, 4, 16), (2, 1, 128), (1, 2, 256), (2, 2, 96)]
+)
 def test_equals_the_plain_softmax(kv_heads, groups, head_dim, window):
     queries, cache, pages = make([70, 1, 16], kv_heads, groups, head_dim)
     parts = [(0, 40, 30), (1, 0, 1), (2, 13, 3)]

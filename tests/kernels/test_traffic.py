@@ -21,7 +21,9 @@ def test_moves_little_more_than_it_must(case):
 
 
 def test_every_operator_has_a_model():
-    assert {case.operator for case in catalogue.traffic_cases()} == {module.OPERATOR.name for module in catalogue.MODULES}
+    assert {case.operator for case in catalogue.traffic_cases()} == {
+        module.OPERATOR.name for module in catalogue.MODULES
+    }
 
 
 def test_limits_and_fractions():
@@ -42,5 +44,7 @@ def test_grouped_conv_by_hand():
 
 
 def test_the_readme_holds_what_the_program_prints():
-    printed = subprocess.run([sys.executable, ROOT / "kernels" / "bench" / "traffic.py"], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, ROOT / "kernels" / "bench" / "traffic.py"], capture_output=True, text=True, check=True
+    ).stdout
     assert printed.strip() in (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")

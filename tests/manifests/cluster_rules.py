@@ -23,7 +23,10 @@ def one(documents: list[dict], kind: str) -> dict:
 def groups(service: dict) -> dict[str, dict]:
     """Head and worker groups by name."""
     cluster = service["spec"]["rayClusterConfig"]
-    return {"head": cluster["headGroupSpec"], **{group["groupName"]: group for group in cluster.get("workerGroupSpecs", [])}}
+    return {
+        "head": cluster["headGroupSpec"],
+        **{group["groupName"]: group for group in cluster.get("workerGroupSpecs", [])},
+    }
 
 
 def ray_container(group: dict) -> dict:
@@ -90,7 +93,7 @@ def _head_problems(service: dict) -> Iterator[str]:
     if gpus(head):
         yield f"head: has {gpus(head)} GPUs; nothing runs there that could use them"
     if params.get("num-cpus") != "0":
-        yield "head: num-cpus is not \"0\": replicas could be placed there, and would be lost with it"
+        yield 'head: num-cpus is not "0": replicas could be placed there, and would be lost with it'
     if params.get("dashboard-host") != "0.0.0.0":
         yield "head: dashboard-host is not 0.0.0.0: the operator could not deploy the Serve configuration"
     if amount(ray_container(head).get("resources", {}).get("limits", {}).get("memory", 0)) < 8 * 2**30:
@@ -122,7 +125,10 @@ def _pod_problems(name: str, group: dict, documents: list[dict]) -> Iterator[str
     image = container.get("image", "")
     if ":" not in image.rpartition("/")[2] or image.endswith(":latest"):
         yield f"{name}: image {image!r} has no fixed tag"
-    if not pod.get("securityContext", {}).get("runAsNonRoot") or container.get("securityContext", {}).get("allowPrivilegeEscalation") is not False:
+    if (
+        not pod.get("securityContext", {}).get("runAsNonRoot")
+        or container.get("securityContext", {}).get("allowPrivilegeEscalation") is not False
+    ):
         yield f"{name}: may run as root or gain privileges"
     if container.get("resources", {}).get("limits", {}).get("memory") is None:
         yield f"{name}: no memory limit, from which Ray and the object store take their sizes"
@@ -142,7 +148,9 @@ def _pod_problems(name: str, group: dict, documents: list[dict]) -> Iterator[str
         if claim is not None and claim not in claims:
             yield f"{name}: claim {claim!r} is not among the manifests"
     priority = pod.get("priorityClassName")
-    if priority is not None and priority not in {d["metadata"]["name"] for d in documents if d.get("kind") == "PriorityClass"}:
+    if priority is not None and priority not in {
+        d["metadata"]["name"] for d in documents if d.get("kind") == "PriorityClass"
+    }:
         yield f"{name}: priority class {priority!r} is not among the manifests"
     if gpus(group) and priority is None:
         yield f"{name}: GPU pods without a priority class"
@@ -186,7 +194,10 @@ def _fault_tolerance_problems(service: dict) -> Iterator[str]:
         if annotations.get(FAULT_TOLERANCE) != "none":
             yield f"neither gcsFaultToleranceOptions nor the annotation {FAULT_TOLERANCE}: none: what happens when the head is lost is not stated"
         return
-    if FAULT_TOLERANCE in annotations or {"ray.io/ft-enabled", "ray.io/external-storage-namespace"} & annotations.keys():
+    if (
+        FAULT_TOLERANCE in annotations
+        or {"ray.io/ft-enabled", "ray.io/external-storage-namespace"} & annotations.keys()
+    ):
         yield "annotations contradict gcsFaultToleranceOptions"
     if "value" in options.get("redisPassword", {}) or "valueFrom" not in options.get("redisPassword", {}):
         yield "the Redis password must come from a Secret"
@@ -194,5 +205,9 @@ def _fault_tolerance_problems(service: dict) -> Iterator[str]:
         yield "externalStorageNamespace is the operator's to choose: two clusters of an upgrade would share it"
     head = groups(service)["head"]
     names = {entry["name"] for entry in ray_container(head).get("env", [])}
-    if {"redis-password", "redis-username"} & head.get("rayStartParams", {}).keys() or {"REDIS_PASSWORD", "REDIS_USERNAME", "RAY_REDIS_ADDRESS"} & names:
+    if {"redis-password", "redis-username"} & head.get("rayStartParams", {}).keys() or {
+        "REDIS_PASSWORD",
+        "REDIS_USERNAME",
+        "RAY_REDIS_ADDRESS",
+    } & names:
         yield "head: Redis settings stand outside gcsFaultToleranceOptions"

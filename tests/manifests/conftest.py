@@ -21,7 +21,11 @@ def problems_of():
     def find(documents, overlay):
         found = [problem for document in documents for problem in type_problems(document)]
         if not found:
-            found += [*cluster_problems(documents), *serving_problems(documents, serve_config_text(overlay)), *network_problems(documents)]
+            found += [
+                *cluster_problems(documents),
+                *serving_problems(documents, serve_config_text(overlay)),
+                *network_problems(documents),
+            ]
         return found
 
     return find

@@ -28,7 +28,9 @@ def dashboard_problems(dashboard: dict, samples: dict[str, Sample], target_label
                 yield f"panel {panel['title']!r}: {problem}"
 
 
-def _variable_problems(variables: list[dict], samples: dict[str, Sample], target_labels: frozenset[str]) -> Iterator[str]:
+def _variable_problems(
+    variables: list[dict], samples: dict[str, Sample], target_labels: frozenset[str]
+) -> Iterator[str]:
     if [variable["name"] for variable in variables] != VARIABLES:
         yield f"expected the variables {VARIABLES}"
     for variable in (variable for variable in variables if variable["type"] == "query"):
@@ -54,7 +56,10 @@ def _grid_problems(panels: list[dict]) -> Iterator[str]:
         if min(place["x"], place["y"], place["w"] - 1, place["h"] - 1) < 0 or place["x"] + place["w"] > _COLUMNS:
             yield f"panel {title!r} leaves the grid"
     for (one, here), (other, there) in combinations(places, 2):
-        apart = any(here[edge] + here[size] <= there[edge] or there[edge] + there[size] <= here[edge] for edge, size in (("x", "w"), ("y", "h")))
+        apart = any(
+            here[edge] + here[size] <= there[edge] or there[edge] + there[size] <= here[edge]
+            for edge, size in (("x", "w"), ("y", "h"))
+        )
         if not apart:
             yield f"panels {one!r} and {other!r} overlap"
     for (one, here), (other, there) in pairwise(places):

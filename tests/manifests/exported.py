@@ -10,7 +10,9 @@ from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.measures import MEASURES, Measure
 from dflash2_ray.serving.metrics import CACHE_LABELS, exposition
 
-COPIES = frozenset({"instance", "pod", "container"})  # of a target: which pod told it, one of several that tell the same
+COPIES = frozenset(
+    {"instance", "pod", "container"}
+)  # of a target: which pod told it, one of several that tell the same
 TARGET_LABELS = COPIES | {"job", "namespace", "endpoint"}  # the operator's, for a PodMonitor
 _FACTS = {"model": "m", "num_speculative_tokens": 7, "most_tokens_per_step": 8, "max_model_len": 200, "sglang": False}
 _RANKS = ("target/0", "target/1", "drafter/0")

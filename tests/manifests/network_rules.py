@@ -31,9 +31,13 @@ def _labels(group: dict) -> dict[str, str]:
 
 def _policy_problems(documents: list[dict], service: dict) -> Iterator[str]:
     policies = [
-        document["spec"] for document in documents
+        document["spec"]
+        for document in documents
         if document["kind"] == "NetworkPolicy"
-        and all(document["spec"]["podSelector"].get("matchLabels", {}).items() <= _labels(group).items() for group in groups(service).values())
+        and all(
+            document["spec"]["podSelector"].get("matchLabels", {}).items() <= _labels(group).items()
+            for group in groups(service).values()
+        )
     ]
     if not policies:
         yield "no NetworkPolicy selects the service's pods"
@@ -50,7 +54,9 @@ def _policy_problems(documents: list[dict], service: dict) -> Iterator[str]:
     opened = {port["port"] for rule in rules if rule not in inside for port in rule.get("ports", [{"port": None}])}
     if opened != {8000, 8080, 8265}:
         yield f"the NetworkPolicy opens {sorted(map(str, opened))} to others, expected 8000 (clients), 8080 (metrics) and 8265 (operator)"
-    outward = [port["port"] for policy in policies for rule in policy.get("egress", []) for port in rule.get("ports", [])]
+    outward = [
+        port["port"] for policy in policies for rule in policy.get("egress", []) for port in rule.get("ports", [])
+    ]
     if 53 not in outward:
         yield "no names: the NetworkPolicy closes port 53"
     if service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions") and 6379 not in outward:
@@ -59,7 +65,11 @@ def _policy_problems(documents: list[dict], service: dict) -> Iterator[str]:
 
 def _selects_all(peer: dict, service: dict) -> bool:
     selected = peer.get("podSelector", {}).get("matchLabels", {})
-    return bool(selected) and "namespaceSelector" not in peer and all(selected.items() <= _labels(group).items() for group in groups(service).values())
+    return (
+        bool(selected)
+        and "namespaceSelector" not in peer
+        and all(selected.items() <= _labels(group).items() for group in groups(service).values())
+    )
 
 
 def _monitor_problems(documents: list[dict], service: dict) -> Iterator[str]:
@@ -82,5 +92,8 @@ def _monitor_problems(documents: list[dict], service: dict) -> Iterator[str]:
         yield "the PodMonitor leaves out Ray's metrics or the service's"
     if any(endpoint.get("path", "/metrics") != "/metrics" for endpoint in endpoints.values()):
         yield "the PodMonitor asks for a path other than /metrics"
-    if keyed and endpoints.get("serve", {}).get("authorization", {}).get("credentials") != {"name": SECRET, "key": "metrics"}:
+    if keyed and endpoints.get("serve", {}).get("authorization", {}).get("credentials") != {
+        "name": SECRET,
+        "key": "metrics",
+    }:
         yield "the service's /metrics asks for a key, and the PodMonitor has none"

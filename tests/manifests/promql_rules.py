@@ -40,7 +40,9 @@ def promql_problems(tree: promql.Expr, samples: dict[str, Sample], target_labels
             yield from _quantile_problems(part.args[1])
 
 
-def selectors(tree: promql.Expr, parents: tuple[promql.Expr, ...] = ()) -> Iterator[tuple[promql.VectorSelector, tuple[promql.Expr, ...]]]:
+def selectors(
+    tree: promql.Expr, parents: tuple[promql.Expr, ...] = ()
+) -> Iterator[tuple[promql.VectorSelector, tuple[promql.Expr, ...]]]:
     """(selector, what stands around it, innermost first)."""
     if isinstance(tree, promql.VectorSelector):
         yield tree, parents
@@ -60,9 +62,13 @@ def labels_of(tree: promql.Expr, samples: dict[str, Sample], target_labels: froz
     inner = [labels_of(child, samples, target_labels) for child in _children(tree)]
     if isinstance(tree, promql.BinaryExpr):
         left, right = inner
-        if isinstance(tree.lhs, promql.NumberLiteral) or (tree.modifier and tree.modifier.card == promql.VectorMatchCardinality.OneToMany):
+        if isinstance(tree.lhs, promql.NumberLiteral) or (
+            tree.modifier and tree.modifier.card == promql.VectorMatchCardinality.OneToMany
+        ):
             return right
-        one_to_one = tree.modifier and tree.modifier.matching and tree.modifier.card == promql.VectorMatchCardinality.OneToOne
+        one_to_one = (
+            tree.modifier and tree.modifier.matching and tree.modifier.card == promql.VectorMatchCardinality.OneToOne
+        )
         return _matched(tree, left) if one_to_one else left
     found = set().union(*inner)
     if isinstance(tree, promql.Call) and tree.func.name == "absent":
@@ -77,7 +83,11 @@ def _children(tree: promql.Expr) -> list[promql.Expr]:
         return list(tree.args)
     if isinstance(tree, promql.MatrixSelector):
         return [tree.vector_selector]
-    return [tree.expr] if isinstance(tree, promql.AggregateExpr | promql.ParenExpr | promql.UnaryExpr | promql.SubqueryExpr) else []
+    return (
+        [tree.expr]
+        if isinstance(tree, promql.AggregateExpr | promql.ParenExpr | promql.UnaryExpr | promql.SubqueryExpr)
+        else []
+    )
 
 
 def _parts(tree: promql.Expr) -> Iterator[promql.Expr]:
@@ -90,11 +100,17 @@ def _matcher_problems(selector: promql.VectorSelector, sample: Sample, target_la
     for matcher in selector.matchers.matchers:
         if matcher.name not in sample.labels.keys() | target_labels:
             yield f"{selector.name} has no label {matcher.name!r}, but {sorted(sample.labels)}"
-        elif matcher.op == promql.MatchOp.Equal and matcher.name in sample.labels and matcher.value not in sample.labels[matcher.name]:
+        elif (
+            matcher.op == promql.MatchOp.Equal
+            and matcher.name in sample.labels
+            and matcher.value not in sample.labels[matcher.name]
+        ):
             yield f"{selector.name} has no {matcher.name}={matcher.value!r}, but {sorted(sample.labels[matcher.name])}"
 
 
-def _reading_problems(selector: promql.VectorSelector, parents: tuple[promql.Expr, ...], sample: Sample) -> Iterator[str]:
+def _reading_problems(
+    selector: promql.VectorSelector, parents: tuple[promql.Expr, ...], sample: Sample
+) -> Iterator[str]:
     """Counters are read as rates, gauges as they are; and all ingresses tell the same sums, so the first step leaves one of the copies."""
     inside = [type(parent) is promql.AggregateExpr for parent in parents]
     first = inside.index(True) if True in inside else len(parents)
@@ -104,15 +120,24 @@ def _reading_problems(selector: promql.VectorSelector, parents: tuple[promql.Exp
     if not sample.only_grows and functions & _OF_COUNTERS:
         yield f"{selector.name} is a gauge, and is read by {sorted(functions)}"
     copies = parents[first] if first < len(parents) else None
-    one = copies is not None and str(copies.op) == "max" and copies.modifier and copies.modifier.type == promql.AggModifierType.Without
+    one = (
+        copies is not None
+        and str(copies.op) == "max"
+        and copies.modifier
+        and copies.modifier.type == promql.AggModifierType.Without
+    )
     if not one or frozenset(copies.modifier.labels) != COPIES:
         yield f"{selector.name}: the copies of several pods are not made one by `max without ({', '.join(sorted(COPIES))})` first"
 
 
-def _matching_problems(operation: promql.BinaryExpr, samples: dict[str, Sample], target_labels: frozenset[str]) -> Iterator[str]:
+def _matching_problems(
+    operation: promql.BinaryExpr, samples: dict[str, Sample], target_labels: frozenset[str]
+) -> Iterator[str]:
     if isinstance(operation.lhs, promql.NumberLiteral) or isinstance(operation.rhs, promql.NumberLiteral):
         return
-    left, right = (_matched(operation, labels_of(side, samples, target_labels)) for side in (operation.lhs, operation.rhs))
+    left, right = (
+        _matched(operation, labels_of(side, samples, target_labels)) for side in (operation.lhs, operation.rhs)
+    )
     if left != right and str(operation.op) != "or":
         yield f"{operation.op}: {sorted(left)} on the left and {sorted(right)} on the right never match"
 
@@ -121,7 +146,11 @@ def _matched(operation: promql.BinaryExpr, labels: set[str]) -> set[str]:
     matching = operation.modifier and operation.modifier.matching
     if not matching:
         return labels
-    return labels & set(matching.labels) if matching.type == promql.LabelModifierType.Include else labels - set(matching.labels)
+    return (
+        labels & set(matching.labels)
+        if matching.type == promql.LabelModifierType.Include
+        else labels - set(matching.labels)
+    )
 
 
 def _quantile_problems(buckets: promql.Expr) -> Iterator[str]:

@@ -7,7 +7,7 @@ def amount(text: str | int | float) -> float:
     """`500m`, `2`, `8Gi` as a plain number."""
     text = str(text)
     digits = text.rstrip("mkMGTi")
-    return float(digits) * _UNITS[text[len(digits):]]
+    return float(digits) * _UNITS[text[len(digits) :]]
 
 
 def seconds(text: str | int) -> float:

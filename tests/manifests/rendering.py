@@ -23,7 +23,9 @@ def kubectl() -> str:
 
 @cache
 def rendered_text(overlay: str) -> str:
-    done = subprocess.run([kubectl(), "kustomize", str(ROOT / "k8s/overlays" / overlay)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [kubectl(), "kustomize", str(ROOT / "k8s/overlays" / overlay)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stderr.strip(), f"kustomize warns: {done.stderr}"
     return done.stdout

@@ -12,7 +12,11 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 KUBERNETES = files("kubernetes_validate") / "kubernetes-json-schema" / "v1.37.0-local-strict"
-OWN = {"RayService": "rayservice.schema.json", "PodMonitor": "podmonitor.schema.json", "PrometheusRule": "prometheusrule.schema.json"}
+OWN = {
+    "RayService": "rayservice.schema.json",
+    "PodMonitor": "podmonitor.schema.json",
+    "PrometheusRule": "prometheusrule.schema.json",
+}
 
 
 def type_problems(document: dict) -> Iterator[str]:
@@ -29,7 +33,11 @@ def type_problems(document: dict) -> Iterator[str]:
 @cache
 def _validator(kind: str, version: str) -> Draft202012Validator | None:
     group, slash, number = version.rpartition("/")
-    file: Any = Path(__file__).parent / OWN[kind] if kind in OWN else KUBERNETES / f"{kind.lower()}-{group.partition('.')[0]}{'-' if slash else ''}{number}.json"
+    file: Any = (
+        Path(__file__).parent / OWN[kind]
+        if kind in OWN
+        else KUBERNETES / f"{kind.lower()}-{group.partition('.')[0]}{'-' if slash else ''}{number}.json"
+    )
     if not file.is_file():
         return None
     schema = json.loads(file.read_text())

@@ -100,7 +100,8 @@ def _nodes(service: dict, count: str) -> list[NodeFacts]:
     """The worker pods as placement sees them, with `replicas` or `maxReplicas` of each group."""
     return [
         NodeFacts(f"{name}-{index}", gpus(group), group.get("labels", {}))
-        for name, group in _workers(service).items() for index in range(group.get(count, 0))
+        for name, group in _workers(service).items()
+        for index in range(group.get(count, 0))
     ]
 
 
@@ -140,11 +141,13 @@ def _key_problems(config: ServiceConfig, service: dict, documents: list[dict]) -
 def _secret_files(group: dict) -> set[PurePosixPath]:
     secrets = {
         volume["name"]: [item["path"] for item in volume["secret"].get("items", [])]
-        for volume in group["template"]["spec"].get("volumes", []) if "secret" in volume
+        for volume in group["template"]["spec"].get("volumes", [])
+        if "secret" in volume
     }
     return {
         PurePosixPath(mount["mountPath"]) / path
-        for mount in ray_container(group).get("volumeMounts", []) for path in secrets.get(mount["name"], [])
+        for mount in ray_container(group).get("volumeMounts", [])
+        for path in secrets.get(mount["name"], [])
     }
 
 
@@ -152,7 +155,11 @@ def _checkpoint_problems(config: ServiceConfig, service: dict) -> Iterator[str]:
     if config.target in ("embedded", "smollm2"):
         return
     for name, group in _workers(service).items():
-        claims = {volume["name"] for volume in group["template"]["spec"].get("volumes", []) if "persistentVolumeClaim" in volume}
+        claims = {
+            volume["name"]
+            for volume in group["template"]["spec"].get("volumes", [])
+            if "persistentVolumeClaim" in volume
+        }
         kept = {mount["mountPath"] for mount in ray_container(group).get("volumeMounts", []) if mount["name"] in claims}
         home = {entry["name"]: entry.get("value") for entry in ray_container(group).get("env", [])}.get("HF_HOME")
         if home not in kept:

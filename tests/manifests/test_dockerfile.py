@@ -28,7 +28,7 @@ def steps():
 
 
 def last_stage(steps):
-    return steps[max(index for index, (instruction, _) in enumerate(steps) if instruction == "FROM"):]
+    return steps[max(index for index, (instruction, _) in enumerate(steps) if instruction == "FROM") :]
 
 
 def value(steps, instruction):
@@ -54,8 +54,10 @@ def test_probes_find_their_commands(steps):
     assert "wget" in packages
     commands = [
         ray_container(group)[kind]["exec"]["command"]
-        for overlay in OVERLAYS for group in groups(one(rendered(overlay), "RayService")).values()
-        for kind in ("readinessProbe", "livenessProbe") if "exec" in ray_container(group)[kind]
+        for overlay in OVERLAYS
+        for group in groups(one(rendered(overlay), "RayService")).values()
+        for kind in ("readinessProbe", "livenessProbe")
+        if "exec" in ray_container(group)[kind]
     ]
     words = {word for command in commands for part in re.split(r"\||&&", command[-1]) for word in part.split()[:1]}
     assert words | {command[0] for command in commands} <= packages | {"bash", "grep"}
@@ -93,7 +95,9 @@ def _is_sent(name):
             continue
         pattern = rule.removeprefix("!")
         parts = name.split("/")
-        fits = pattern == "*" or any(fnmatch.fnmatch("/".join(parts[:end]), pattern.removeprefix("**/")) for end in range(1, len(parts) + 1))
+        fits = pattern == "*" or any(
+            fnmatch.fnmatch("/".join(parts[:end]), pattern.removeprefix("**/")) for end in range(1, len(parts) + 1)
+        )
         fits = fits or (pattern.startswith("**/") and pattern.removeprefix("**/") in parts)
         sent = rule.startswith("!") if fits else sent
     return sent
@@ -117,7 +121,13 @@ def test_what_it_copies_is_sent_and_makes_the_wheel(steps, tmp_path):
     assert not (context / "tests").exists()
     (command,) = [text for name, text in steps if name == "RUN" and text.startswith("pip wheel")]
     words = command.replace("/wheels", str(tmp_path)).split()
-    done = subprocess.run([sys.executable, "-m", *words, "--no-build-isolation", "-q"], cwd=context, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--no-build-isolation", "-q"],
+        cwd=context,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert "dflash2_ray/assets/target/model.safetensors" in zipfile.ZipFile(wheel).namelist()

@@ -15,7 +15,9 @@ def test_overlays_are_what_their_names_say():
     shapes, strategies, tolerant = {}, {}, set()
     for overlay in OVERLAYS:
         service = one(rendered(overlay), "RayService")
-        shapes[overlay] = {name: (group["replicas"], gpus(group)) for name, group in groups(service).items() if name != "head"}
+        shapes[overlay] = {
+            name: (group["replicas"], gpus(group)) for name, group in groups(service).items() if name != "head"
+        }
         strategies[overlay] = service["spec"]["upgradeStrategy"]["type"]
         if "gcsFaultToleranceOptions" in service["spec"]["rayClusterConfig"]:
             tolerant.add(overlay)
@@ -25,7 +27,12 @@ def test_overlays_are_what_their_names_say():
         "multi-node": {"targets": (2, 2), "drafters": (2, 1)},
         "ha": {"targets": (2, 2), "drafters": (2, 1)},
     }
-    assert strategies == {"cpu-dev": "NewCluster", "single-node": "None", "multi-node": "NewCluster", "ha": "NewCluster"}
+    assert strategies == {
+        "cpu-dev": "NewCluster",
+        "single-node": "None",
+        "multi-node": "NewCluster",
+        "ha": "NewCluster",
+    }
     assert tolerant == {"ha"}
 
 
@@ -53,12 +60,19 @@ def test_every_file_is_used():
         text = yaml.safe_load(file.read_text())
         names = [*text.get("resources", []), *text.get("components", []), *text.get("configurations", [])]
         names += [patch["path"] for patch in text.get("patches", []) if "path" in patch]
-        names += [entry.partition("=")[2] for generator in text.get("configMapGenerator", []) for entry in generator["files"]]
+        names += [
+            entry.partition("=")[2] for generator in text.get("configMapGenerator", []) for entry in generator["files"]
+        ]
         for path in ((folder / name).resolve() for name in names):
             if path.is_dir():
                 todo.append(path)
             used.add(path)
-    present = {path for folder in ("k8s", "deploy/serve", "deploy/monitoring") for path in (ROOT / folder).rglob("*") if path.is_file()}
+    present = {
+        path
+        for folder in ("k8s", "deploy/serve", "deploy/monitoring")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    }
     assert present - used == set()
 
 

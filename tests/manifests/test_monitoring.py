@@ -59,7 +59,11 @@ def test_nothing_is_wrong(kind):
 
 
 def expressions() -> list[str]:
-    panels = [target["expr"].replace("$__rate_interval", "5m") for panel in json.loads(DASHBOARD)["panels"] for target in panel.get("targets", [])]
+    panels = [
+        target["expr"].replace("$__rate_interval", "5m")
+        for panel in json.loads(DASHBOARD)["panels"]
+        for target in panel.get("targets", [])
+    ]
     return [*panels, *(rule["expr"] for group in yaml.safe_load(ALERTS)["groups"] for rule in group["rules"])]
 
 
@@ -77,7 +81,9 @@ def test_every_family_is_exported():
 
 
 def test_the_floor_is_that_of_the_startup_probe():
-    (rule,) = [rule for rule in yaml.safe_load(ALERTS)["groups"][0]["rules"] if rule["alert"] == "DFlash2AcceptanceCollapsed"]
+    (rule,) = [
+        rule for rule in yaml.safe_load(ALERTS)["groups"][0]["rules"] if rule["alert"] == "DFlash2AcceptanceCollapsed"
+    ]
     assert float(rule["expr"].rpartition("<")[2]) == ServiceConfig.model_fields["acceptance_floor"].default
 
 
@@ -89,7 +95,9 @@ def test_every_alert_has_its_heading():
 
 def test_kubernetes_has_the_words_of_the_rule_file():
     _, _, spec = RULE.partition("\nspec:\n")
-    assert spec == "".join(f"  {line}\n" for line in ALERTS.splitlines()), "write alerts.yaml into prometheus-rule.yaml: its first line says how"
+    assert spec == "".join(f"  {line}\n" for line in ALERTS.splitlines()), (
+        "write alerts.yaml into prometheus-rule.yaml: its first line says how"
+    )
 
 
 @pytest.mark.parametrize("overlay", [overlay for overlay in OVERLAYS if overlay != "cpu-dev"])
@@ -164,7 +172,11 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "old", "new", "says"), MUTANTS, ids=[f"{row[0]}-{index}-{row[3][:32]}" for index, row in enumerate(MUTANTS)])
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "says"),
+    MUTANTS,
+    ids=[f"{row[0]}-{index}-{row[3][:32]}" for index, row in enumerate(MUTANTS)],
+)
 def test_mistakes_are_found(kind, old, new, says):
     assert old in TEXTS[kind]
     found = problems(kind, TEXTS[kind].replace(old, new))

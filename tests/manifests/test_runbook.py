@@ -13,11 +13,20 @@ TEXT = (ROOT / "k8s/README.md").read_text()
 
 def commands(text):
     """Lines of the bash blocks, without their comments."""
-    return [line.partition("  #")[0].strip() for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines() if line]
+    return [
+        line.partition("  #")[0].strip()
+        for block in re.findall(r"```bash\n(.*?)```", text, re.S)
+        for line in block.splitlines()
+        if line
+    ]
 
 
 COMMANDS = commands(TEXT)
-KUBECTL = [line for line in dict.fromkeys([*COMMANDS, *commands((ROOT / "README.md").read_text())]) if line.startswith("kubectl ")]
+KUBECTL = [
+    line
+    for line in dict.fromkeys([*COMMANDS, *commands((ROOT / "README.md").read_text())])
+    if line.startswith("kubectl ")
+]
 NOWHERE = ["--server=http://127.0.0.1:1", "--request-timeout=1s"]
 
 
@@ -83,7 +92,11 @@ def test_names_are_those_of_the_manifests():
     assert set(re.findall(r"-n ([a-z0-9-]+)", TEXT)) == {service["metadata"]["namespace"]}
     labels = re.findall(r"kubectl label namespace \S+ (\S+)=(\S+)", TEXT)
     policy = one(rendered("cpu-dev"), "NetworkPolicy")
-    admitted = [peer.get("namespaceSelector", {}).get("matchLabels", {}) for rule in policy["spec"]["ingress"] for peer in rule["from"]]
+    admitted = [
+        peer.get("namespaceSelector", {}).get("matchLabels", {})
+        for rule in policy["spec"]["ingress"]
+        for peer in rule["from"]
+    ]
     assert all({key: value} in admitted for key, value in labels)
     assert labels
     for overlay in re.findall(r"k8s/overlays/([a-z-]+)", TEXT):

@@ -25,7 +25,11 @@ from rendering import ROOT, rendered
 
 QUESTION = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 FILES = ("single-node", "multi-node", "cpu-dev")
-SHAPES = {"cpu-dev": (1, 1, 1, "colocated"), "single-node": (1, 1, 2, "separate"), "multi-node": (2, 4, 2, "separate")}  # units, ingresses, ranks
+SHAPES = {
+    "cpu-dev": (1, 1, 1, "colocated"),
+    "single-node": (1, 1, 2, "separate"),
+    "multi-node": (2, 4, 2, "separate"),
+}  # units, ingresses, ranks
 
 
 def localised(schema, keys_file):
@@ -51,16 +55,30 @@ def cluster():
     ports = dict(zip(("gcs", "serve", "metrics", "agent"), free_ports(4), strict=True))
     cluster_groups = groups(one(rendered("multi-node"), "RayService"))
     options = {key: value for group in cluster_groups.values() for key, value in group["rayStartParams"].items()}
-    options |= {"num-cpus": "8", "metrics-export-port": ports["metrics"], "dashboard-agent-listen-port": ports["agent"], "port": ports["gcs"]}
+    options |= {
+        "num-cpus": "8",
+        "metrics-export-port": ports["metrics"],
+        "dashboard-agent-listen-port": ports["agent"],
+        "port": ports["gcs"],
+    }
     options |= {"include-dashboard": "false", "object-store-memory": 100 * 2**20, "node-ip-address": "127.0.0.1"}
     labels = {key: value for group in cluster_groups.values() for key, value in group.get("labels", {}).items()}
     options["labels"] = ",".join(f"{key}={value}" for key, value in labels.items())
     folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--temp-dir={folder}"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")) if path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            path for path in (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")) if path
+        ),
+    }
     with open(f"{folder}/start.log", "w") as log:
         started = subprocess.Popen(
-            [*command, *(f"--{key}={value}" for key, value in options.items())], stdout=log, stderr=log, start_new_session=True, env=environment
+            [*command, *(f"--{key}={value}" for key, value in options.items())],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
         )
     try:
         _until(lambda: _listens(ports["gcs"]) or started.poll() is not None, "Ray does not start")
@@ -121,7 +139,10 @@ def running_replicas():
     from ray import serve
 
     details = serve.context._get_global_client().get_serve_details()["applications"]["default"]["deployments"]
-    return {name: sorted(one["replica_id"] for one in each["replicas"] if one["state"] == "RUNNING") for name, each in details.items()}
+    return {
+        name: sorted(one["replica_id"] for one in each["replicas"] if one["state"] == "RUNNING")
+        for name, each in details.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +155,11 @@ def test_a_configuration_is_deployed_and_answers(name, cluster, keys, answers):
     args, status, message = deploy(name, keys)
     assert status == "RUNNING", message
     units, ingresses, ranks, placement = SHAPES[name]
-    assert {kind: len(ids) for kind, ids in running_replicas().items()} == {"unit": units, "ingress": ingresses, "bookkeeper": 1}
+    assert {kind: len(ids) for kind, ids in running_replicas().items()} == {
+        "unit": units,
+        "ingress": ingresses,
+        "bookkeeper": 1,
+    }
     key = {"Authorization": "Bearer key-of-a-client"} if "api_keys_file" in args else {}
     with httpx.Client(base_url=cluster.url, timeout=120, headers=key) as http:
         body = http.post("/v1/completions", json=QUESTION).raise_for_status().json()
@@ -143,7 +168,11 @@ def test_a_configuration_is_deployed_and_answers(name, cluster, keys, answers):
         assert http.get("/ready").json()["status"] == "ready"
         info = http.get("/server_info").json()
         exported = http.get("/metrics").raise_for_status().text
-    roles = ["unit", *(f"target rank {rank}" for rank in range(ranks)), *(["drafter"] if placement == "separate" else [])]
+    roles = [
+        "unit",
+        *(f"target rank {rank}" for rank in range(ranks)),
+        *(["drafter"] if placement == "separate" else []),
+    ]
     assert [row["role"] for row in info["workers"]] == roles
     asked = {name: value for name, value in args.items() if name in info["config"]}
     assert {name: info["config"][name] for name in asked} == asked
@@ -166,7 +195,9 @@ def test_a_mistake_is_refused_and_what_runs_goes_on(cluster, keys, answers):
     assert status == "DEPLOY_FAILED"
     assert "did you mean 'max_num_seqs'" in message
     assert _answer(cluster) == answers[FILES[-1]]
-    assert [row["pid"] for row in httpx.get(f"{cluster.url}/server_info").json()["workers"]] == [row["pid"] for row in unit]
+    assert [row["pid"] for row in httpx.get(f"{cluster.url}/server_info").json()["workers"]] == [
+        row["pid"] for row in unit
+    ]
 
 
 def test_the_file_alone_brings_the_service_back(cluster, keys, answers):

@@ -8,7 +8,12 @@ from ports import free_ports
 
 PROMPTS = ["Once upon a time", "def add(a, b):\n", "import os", "1 2 3 4 5"]
 COMMON = {
-    "dtype": "float32", "max_num_seqs": 4, "seed": 7, "num_kv_pages": 300, "drafter_placement": "separate", "draft_width": "fixed",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "seed": 7,
+    "num_kv_pages": 300,
+    "drafter_placement": "separate",
+    "draft_width": "fixed",
 }
 NUM_TOKENS = 48
 
@@ -20,7 +25,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False},
     )
     nodes = {
         name: cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20, labels={"role": role})

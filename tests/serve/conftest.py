@@ -13,7 +13,14 @@ import httpx
 import pytest
 from ports import free_ports
 
-SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 2, "max_queued_requests": 3, "seed": 7, "log_format": "json"}
+SETTINGS = {
+    "dtype": "float32",
+    "draft_width": "fixed",
+    "max_num_seqs": 2,
+    "max_queued_requests": 3,
+    "seed": 7,
+    "log_format": "json",
+}
 MODEL = "dflash2-embedded"
 
 
@@ -33,7 +40,11 @@ def service():
     from dflash2_ray.config import ServiceConfig
 
     ray.init(
-        address="local", include_dashboard=False, num_cpus=4, object_store_memory=100 * 2**20, log_to_driver=False,
+        address="local",
+        include_dashboard=False,
+        num_cpus=4,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
         namespace="tests",
     )
     (port,) = free_ports(1)

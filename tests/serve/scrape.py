@@ -15,7 +15,9 @@ def numbers(text):
     for family in text_string_to_metric_families(text):
         if family.type in ("counter", "histogram"):
             for sample in family.samples:
-                labels = tuple(sorted((key, value) for key, value in sample.labels.items() if key not in ("model_name", "engine")))
+                labels = tuple(
+                    sorted((key, value) for key, value in sample.labels.items() if key not in ("model_name", "engine"))
+                )
                 found[sample.name, labels] += sample.value
     return found
 

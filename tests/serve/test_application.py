@@ -9,7 +9,9 @@ from dflash2_ray.config import ServiceConfig
 from dflash2_ray.errors import ConfigError
 
 
-@pytest.mark.parametrize("spelling", ["dflash2_ray.app", "dflash2_ray:app", "dflash2_ray.app:app", "dflash2_ray.app.app"])
+@pytest.mark.parametrize(
+    "spelling", ["dflash2_ray.app", "dflash2_ray:app", "dflash2_ray.app:app", "dflash2_ray.app.app"]
+)
 def test_spellings_lead_to_the_builder(service, spelling):
     from ray._common.utils import import_attr
     from ray.serve import Application
@@ -70,7 +72,12 @@ def ingress_of(config):
 def test_fronts_follow_the_load_where_units_do():
     fixed = ingress_of(ServiceConfig(num_ingress_replicas=2))
     assert (fixed.num_replicas, fixed._deployment_config.autoscaling_config) == (2, None)
-    config = ServiceConfig(num_replicas=2, num_ingress_replicas=3, max_num_seqs=6, autoscaling={"min_replicas": 1, "max_replicas": 5, "upscale_delay_s": 7})
+    config = ServiceConfig(
+        num_replicas=2,
+        num_ingress_replicas=3,
+        max_num_seqs=6,
+        autoscaling={"min_replicas": 1, "max_replicas": 5, "upscale_delay_s": 7},
+    )
     scaling = ingress_of(config)._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (3, 3, 8)
     assert (scaling.get_target_ongoing_requests(), scaling.upscale_delay_s) == (4.0, 7.0)

@@ -10,7 +10,14 @@ import pytest
 
 KEY = "sk-marker-key-5c1d"
 TEXT = "marker-text-93ab"
-SETTINGS = {"dtype": "float32", "max_num_seqs": 2, "seed": 7, "request_timeout_s": 3.0, "strict_fields": True, "max_body_bytes": 20000}
+SETTINGS = {
+    "dtype": "float32",
+    "max_num_seqs": 2,
+    "seed": 7,
+    "request_timeout_s": 3.0,
+    "strict_fields": True,
+    "max_body_bytes": 20000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +60,13 @@ def test_limits_and_strict_fields(guarded):
 
 def test_deadlines_end_requests(guarded):
     """More work than fits into the time, whatever the machine: many long answers at once."""
+
     async def flood():
         async with httpx.AsyncClient(base_url=str(guarded.http.base_url), timeout=120, headers=guarded.auth) as http:
             body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "temperature": 2.0}
-            return await asyncio.gather(*(http.post("/v1/completions", json={**body, "stream": index % 2 == 0}) for index in range(12)))
+            return await asyncio.gather(
+                *(http.post("/v1/completions", json={**body, "stream": index % 2 == 0}) for index in range(12))
+            )
 
     answers = asyncio.run(flood())
     late = [answer for answer in answers if answer.status_code == 504]
@@ -67,20 +77,32 @@ def test_deadlines_end_requests(guarded):
     for answer in answers:
         if answer.status_code == 200 and "text/event-stream" in answer.headers["content-type"]:
             assert answer.text.endswith("data: [DONE]\n\n")
-    assert guarded.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=guarded.auth).status_code == 200
+    assert (
+        guarded.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=guarded.auth).status_code
+        == 200
+    )
 
 
 def test_token_routes(idle, engine):
     told = idle.http.post("/tokenize", json={"prompt": "Hello 🦙", "return_token_strs": True}).json()
     assert told["tokens"] == engine.tokenizer.encode("Hello 🦙")
-    assert (told["count"], told["max_model_len"], len(told["token_strs"])) == (len(told["tokens"]), 2048, len(told["tokens"]))
+    assert (told["count"], told["max_model_len"], len(told["token_strs"])) == (
+        len(told["tokens"]),
+        2048,
+        len(told["tokens"]),
+    )
     assert idle.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "Hello 🦙"}
     messages = [{"role": "user", "content": "Hi"}]
     assert idle.http.post("/tokenize", json={"messages": messages}).json()["tokens"] == engine.chat_ids(messages)
     for path, body, param in (
-        ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"prompt": "a", "messages": messages}, "prompt"),
-        ("/tokenize", {"prompt": "a", "zebra": 1}, "zebra"), ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [True]}, "tokens"), ("/detokenize", {"tokens": [10**20]}, "tokens"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": messages}, "prompt"),
+        ("/tokenize", {"prompt": "a", "zebra": 1}, "zebra"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
+        ("/detokenize", {"tokens": [10**20]}, "tokens"),
     ):
         answer = idle.http.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
@@ -90,8 +112,13 @@ def test_no_key_and_no_text_in_the_logs(guarded, idle):
     import ray
 
     for body in (
-        {"prompt": TEXT, "max_tokens": 2}, {"prompt": TEXT, "temperature": TEXT}, {"prompt": TEXT, "logit_bias": {TEXT: 1}}, {"prompt": [TEXT, 1]},
-        {"prompt": TEXT, "stop": [TEXT] * 100}, {"prompt": TEXT * 900}, {TEXT: 1, "prompt": "a"},
+        {"prompt": TEXT, "max_tokens": 2},
+        {"prompt": TEXT, "temperature": TEXT},
+        {"prompt": TEXT, "logit_bias": {TEXT: 1}},
+        {"prompt": [TEXT, 1]},
+        {"prompt": TEXT, "stop": [TEXT] * 100},
+        {"prompt": TEXT * 900},
+        {TEXT: 1, "prompt": "a"},
     ):
         guarded.http.post("/v1/completions", json=body, headers=guarded.auth)
         guarded.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}x"})

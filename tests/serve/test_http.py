@@ -48,7 +48,13 @@ def test_chat_is_the_engines_answer(client, engine):
 def test_stream_is_the_whole_answer_in_pieces(client):
     whole = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=1.0, seed=5, max_tokens=80)
     stream = client.chat.completions.create(
-        model=MODEL, messages=CHAT, temperature=1.0, seed=5, max_tokens=80, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=CHAT,
+        temperature=1.0,
+        seed=5,
+        max_tokens=80,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -56,7 +62,9 @@ def test_stream_is_the_whole_answer_in_pieces(client):
     assert text == whole.choices[0].message.content
     assert len(chunks) > 5
     assert chunks[-1].choices == []
-    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(exclude={"prompt_tokens_details"})
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == (whole.usage.prompt_tokens - 1) // 16 * 16 > 0
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -94,7 +102,11 @@ def test_streams_give_each_token_id_once_and_running_counts(idle, route):
     body = {**asked, "temperature": 0, "max_tokens": 30, "return_token_ids": True}
     whole = idle.http.post(f"/v1/{route}", json=body).json()
     options = {"include_usage": True, "continuous_usage_stats": True}
-    pieces = [p for p in events(idle.http.post(f"/v1/{route}", json={**body, "stream": True, "stream_options": options})) if p["choices"]]
+    pieces = [
+        p
+        for p in events(idle.http.post(f"/v1/{route}", json={**body, "stream": True, "stream_options": options}))
+        if p["choices"]
+    ]
     ids = [token for piece in pieces for token in piece["choices"][0].get("token_ids", [])]
     assert ids == whole["choices"][0]["token_ids"]
     counted = [piece for piece in pieces if "token_ids" in piece["choices"][0]]
@@ -104,7 +116,10 @@ def test_streams_give_each_token_id_once_and_running_counts(idle, route):
         prompt = whole["usage"]["prompt_tokens"]
         cached = {"cached_tokens": (prompt - 1) // 16 * 16}  # the second time
         assert piece["usage"] == {
-            "prompt_tokens": prompt, "completion_tokens": seen, "total_tokens": prompt + seen, "prompt_tokens_details": cached,
+            "prompt_tokens": prompt,
+            "completion_tokens": seen,
+            "total_tokens": prompt + seen,
+            "prompt_tokens_details": cached,
         }
     assert len(counted) > 2
 
@@ -191,7 +206,14 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "echo": 1}, "echo", "1"),
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"prompt": "a", "response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", None),
-    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, "response_format.json_schema.schema", "not"),
+    (
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+        },
+        "response_format.json_schema.schema",
+        "not",
+    ),
     ({"prompt": "a", "tools": [{"type": "function"}]}, "tools", None),
     ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs", None),
     ({"prompt": "a", "guided_json": {}, "best_of": 3}, "best_of", "guided_json"),
@@ -202,7 +224,9 @@ BAD_COMPLETIONS = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("body", "param", "mentions"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
 def test_bad_input_is_a_400_that_names_the_field(service, body, param, mentions, stream):
-    answer = service.http.post("/v1/completions", json={**({"stream": True} if stream and "stream" not in body else {}), **body})
+    answer = service.http.post(
+        "/v1/completions", json={**({"stream": True} if stream and "stream" not in body else {}), **body}
+    )
     if stream and "stream_options" in body:
         assert answer.status_code == 200  # with stream it is a good request
         return
@@ -217,7 +241,14 @@ def test_the_service_goes_on_after_bad_input(idle):
         answer = idle.http.post("/v1/completions", content=content)
         assert answer.status_code == 400, content
         assert answer.json()["error"]["type"] == "invalid_request_error"
-    for messages in ([], [{}], [{"role": "robot", "content": "x"}], [{"role": "user", "content": 5}], "hi", [{"role": "user", "content": [{"type": "image_url"}]}]):
+    for messages in (
+        [],
+        [{}],
+        [{"role": "robot", "content": "x"}],
+        [{"role": "user", "content": 5}],
+        "hi",
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+    ):
         answer = idle.http.post("/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 400, messages
         assert answer.json()["error"]["param"] == "messages"
@@ -246,7 +277,11 @@ def test_unknown_model_route_and_method(client, idle):
         client.completions.create(model="other", prompt="a")
     assert caught.value.code == "model_not_found"
     assert MODEL in str(caught.value)
-    for method, path, status in (("GET", "/nope", 404), ("PUT", "/v1/completions", 405), ("GET", "/v1/completions", 405)):
+    for method, path, status in (
+        ("GET", "/nope", 404),
+        ("PUT", "/v1/completions", 405),
+        ("GET", "/v1/completions", 405),
+    ):
         answer = idle.http.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -254,19 +289,36 @@ def test_unknown_model_route_and_method(client, idle):
 
 def test_neutral_values_of_other_options_are_accepted(idle):
     body = {
-        "prompt": "a", "max_tokens": 2, "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None,
-        "logprobs": None, "echo": False, "user": "someone", "best_of": 1, "suffix": None,
+        "prompt": "a",
+        "max_tokens": 2,
+        "n": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "stop": None,
+        "logprobs": None,
+        "echo": False,
+        "user": "someone",
+        "best_of": 1,
+        "suffix": None,
     }
     assert idle.http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_half_a_surrogate_pair_is_a_400(idle):
-    bodies = [b'{"prompt": "a\\ud800b"}', b'{"prompt": "a", "stop": ["\\uDFFF"]}', b'{"prompt": "a\xed\xa0\x80"}', b'{"prompt": "\xff"}']
+    bodies = [
+        b'{"prompt": "a\\ud800b"}',
+        b'{"prompt": "a", "stop": ["\\uDFFF"]}',
+        b'{"prompt": "a\xed\xa0\x80"}',
+        b'{"prompt": "\xff"}',
+    ]
     for body in bodies:
         answer = idle.http.post("/v1/completions", content=body)
         assert answer.status_code == 400, body
         assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert idle.http.post("/v1/completions", content=b'{"prompt": "\\ud83e\\udd99", "max_tokens": 1}').status_code == 200
+    assert (
+        idle.http.post("/v1/completions", content=b'{"prompt": "\\ud83e\\udd99", "max_tokens": 1}').status_code == 200
+    )
 
 
 def test_request_id_is_echoed(idle):

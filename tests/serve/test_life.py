@@ -12,7 +12,12 @@ import pytest
 
 # Thousands of plain steps: it is not over before a test has done what it does meanwhile.
 LONG = {
-    "prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 2000, "ignore_eos": True, "stream": True, "speculative": {"enabled": False},
+    "prompt": "Once upon a time",
+    "temperature": 1.0,
+    "max_tokens": 2000,
+    "ignore_eos": True,
+    "stream": True,
+    "speculative": {"enabled": False},
 }
 
 
@@ -61,7 +66,9 @@ def test_a_client_that_waits_for_a_whole_answer_and_leaves_frees_its_request(idl
     idle.wait_for(lambda info: info["num_requests_running"] == len(clients) - 1 and info["num_requests_waiting"] == 1)
     for client in clients:
         client.close()
-    info = idle.wait_for(lambda info: info["num_requests_in_flight"] == 0 and info["num_free_pages"] == info["num_pages"])
+    info = idle.wait_for(
+        lambda info: info["num_requests_in_flight"] == 0 and info["num_free_pages"] == info["num_pages"]
+    )
     assert info["num_requests_cancelled"] == before + len(clients)
 
 
@@ -115,10 +122,11 @@ def test_client_answers_like_the_engine(idle, engine, run_async):
     got = client.generate(prompts, temperature=0, max_tokens=24)
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
     assert [one.text for one in got] == [one.text for one in expected]
-    assert got[1].metrics["speculative_decoding"]["acceptance_histogram"] == (
-        expected[1].metrics["speculative_decoding"]["acceptance_histogram"]
+    assert (
+        got[1].metrics["speculative_decoding"]["acceptance_histogram"]
+        == (expected[1].metrics["speculative_decoding"]["acceptance_histogram"])
     )
-    chat = [{"role": "user", "content": "Spell the word \"cake\"."}]
+    chat = [{"role": "user", "content": 'Spell the word "cake".'}]
     (reference,) = engine.chat(chat, temperature=0.8, seed=3, max_tokens=30)
     (answer,) = client.generate(messages=chat, temperature=0.8, seed=3, max_tokens=30)
     assert answer.token_ids == reference.token_ids
@@ -161,7 +169,10 @@ def test_the_readme_s_snippets_run(idle, engine, capsys, monkeypatch):
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     in_process, service = re.findall(r"```python\n(.*?)```", text, re.S)
     exec(compile(in_process, "README.md", "exec"), names := {})
-    assert capsys.readouterr().out == f"{names['g'].text} {names['g'].metrics['speculative_decoding']['acceptance_histogram']}\n"
+    assert (
+        capsys.readouterr().out
+        == f"{names['g'].text} {names['g'].metrics['speculative_decoding']['acceptance_histogram']}\n"
+    )
     exec(compile(service, "README.md", "exec"), {})
     assert capsys.readouterr().out == engine.generate("def add(a, b):", temperature=0, max_tokens=40)[0].text
 
@@ -236,7 +247,10 @@ def test_a_killed_ingress_breaks_its_own_connections_only(idle, engine):
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                if path.read_bytes().startswith(b"ray::ServeReplica:default:ingress") and parent(parent(path.parent.name)) == os.getpid():
+                if (
+                    path.read_bytes().startswith(b"ray::ServeReplica:default:ingress")
+                    and parent(parent(path.parent.name)) == os.getpid()
+                ):
                     found.append(int(path.parent.name))
             except OSError:  # it ended meanwhile
                 continue

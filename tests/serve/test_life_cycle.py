@@ -10,9 +10,22 @@ from scrape import families, growth, numbers
 
 from dflash2_ray.serving.ingress import SESSION_HEADERS
 
-SETTINGS = {"dtype": "float32", "draft_width": "fixed", "max_num_seqs": 4, "max_queued_requests": 8, "seed": 7, "num_kv_pages": 800, "routing": "session"}
+SETTINGS = {
+    "dtype": "float32",
+    "draft_width": "fixed",
+    "max_num_seqs": 4,
+    "max_queued_requests": 8,
+    "seed": 7,
+    "num_kv_pages": 800,
+    "routing": "session",
+}
 SCALING = {"max_replicas": 2, "target_queue_wait_s": 0.3, "upscale_delay_s": 0, "downscale_delay_s": 1}
-LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.8, "num_speculative_tokens": 0}  # plain: it takes a while
+LONG = {
+    "max_tokens": 600,
+    "ignore_eos": True,
+    "temperature": 0.8,
+    "num_speculative_tokens": 0,
+}  # plain: it takes a while
 PROMPTS = ["Once upon a time", "def add(a, b):\n", "The capital of France", "In the beginning"]
 PATIENCE_S = 120
 
@@ -24,7 +37,9 @@ def deploy(num_replicas=1, user_config=None, **settings):
     from ray.serve.schema import ServeDeploySchema
 
     application = {
-        "name": "years", "route_prefix": "/years", "import_path": "dflash2_ray.app",
+        "name": "years",
+        "route_prefix": "/years",
+        "import_path": "dflash2_ray.app",
         "args": {**SETTINGS, "num_replicas": num_replicas, **settings},
     }
     if user_config is not None:
@@ -44,7 +59,10 @@ def deploy(num_replicas=1, user_config=None, **settings):
 
 def replica_states(status):
     """How many replicas of each deployment are in which state."""
-    return {name: {state: count for state, count in one.replica_states.items() if count} for name, one in status.deployments.items()}
+    return {
+        name: {state: count for state, count in one.replica_states.items() if count}
+        for name, one in status.deployments.items()
+    }
 
 
 def until(condition):
@@ -80,6 +98,7 @@ def unit_pid(client):
 
 def while_streaming(client, change):
     """All prompts' generations; `change()` runs in a thread once every one of them has its first tokens."""
+
     async def one(prompt, started):
         last = None
         async for chunk in client.astream(prompt, seed=3, **LONG):
@@ -103,7 +122,11 @@ def test_a_session_stays_with_its_unit(years, service):
     for session in range(20):
         before = answered_by_unit(service)
         for header in SESSION_HEADERS:
-            answer = service.http.post("/years/v1/completions", json={"prompt": "x", "max_tokens": 1, "ignore_eos": True}, headers={header: f"session-{session}"})
+            answer = service.http.post(
+                "/years/v1/completions",
+                json={"prompt": "x", "max_tokens": 1, "ignore_eos": True},
+                headers={header: f"session-{session}"},
+            )
             assert answer.status_code == 200
         years.generate("x", max_tokens=1, ignore_eos=True, session_id=f"session-{session}")
         told = {unit: count - before.get(unit, 0) for unit, count in answered_by_unit(service).items()}

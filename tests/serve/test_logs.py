@@ -23,8 +23,14 @@ def test_an_answered_request_is_one_line_without_its_text(idle, stream):
     assert idle.http.post("/v1/completions", json=body, headers={"x-request-id": request_id}).status_code == 200
     lines = [json.loads(line) for lines in logs("serve/replica_default_ingress_*.log").values() for line in lines]
     (answered,) = [line for line in lines if line.get("request_id") == request_id and "num_completion_tokens" in line]
-    assert answered["message"].startswith(f"request {request_id} answered: completion, 7 prompt and 5 completion tokens")
-    assert (answered["num_completion_tokens"], answered["finish_reasons"], answered["streamed"]) == (5, ["length"], stream)
+    assert answered["message"].startswith(
+        f"request {request_id} answered: completion, 7 prompt and 5 completion tokens"
+    )
+    assert (answered["num_completion_tokens"], answered["finish_reasons"], answered["streamed"]) == (
+        5,
+        ["length"],
+        stream,
+    )
     assert 0 <= answered["time_to_first_token_s"] <= answered["end_to_end_s"]
     everything = "\n".join(line for lines in (logs("worker-*") | logs("serve/*.log")).values() for line in lines)
     assert request_id in everything

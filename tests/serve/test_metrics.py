@@ -30,12 +30,16 @@ def complete(service, **options):
 
 def test_every_measure_is_there_once(idle):
     found = families(idle.http.get("/metrics").text)
-    assert {one.name: one.kind for one in MEASURES} == {name: one.type for name, one in found.items() if name != "vllm:cache_config_info"}
+    assert {one.name: one.kind for one in MEASURES} == {
+        name: one.type for name, one in found.items() if name != "vllm:cache_config_info"
+    }
     for one in MEASURES:
         for sample in found[one.name].samples:
             assert set(sample.labels) - {"le"} == {"model_name", "engine", *one.labels}
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("dflash2-embedded", "0")
-    assert [(sample.labels["role"], sample.labels["rank"], sample.value) for sample in found["dflash2:rank_up"].samples] == [("target", "0", 1)]
+    assert [
+        (sample.labels["role"], sample.labels["rank"], sample.value) for sample in found["dflash2:rank_up"].samples
+    ] == [("target", "0", 1)]
     assert found["dflash2:spec_active"].samples[0].value == 1
     assert found["vllm:num_requests_running"].samples[0].value == 0
 
@@ -52,11 +56,21 @@ def test_one_answer_in_the_numbers(idle, grown):
     assert told["dflash2:emitted_accepted_tokens_total"] == stats["emitted_accepted_tokens"] > 0
     assert told["vllm:spec_decode_num_accepted_tokens_total"] >= stats["emitted_accepted_tokens"]
     assert told["dflash2:request_acceptance_length_sum"] == pytest.approx(stats["mean_acceptance_length"])
-    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time", "request_time_per_output_token"):
+    for name in (
+        "time_to_first_token",
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_prefill_time",
+        "request_decode_time",
+        "request_inference_time",
+        "request_time_per_output_token",
+    ):
         assert told[f"vllm:{name}_seconds_count"] == 1, name
     assert told["vllm:inter_token_latency_seconds_count"] == stats["num_spec_steps"]
     assert told["dflash2:output_token_latency_seconds_count"] == 23
-    assert told["dflash2:verify_seconds_count"] == told["vllm:iteration_tokens_total_count"] == 1 + stats["num_spec_steps"]
+    assert (
+        told["dflash2:verify_seconds_count"] == told["vllm:iteration_tokens_total_count"] == 1 + stats["num_spec_steps"]
+    )
     assert told["dflash2:draft_seconds_count"] == stats["num_spec_steps"]
     assert told["vllm:request_params_max_tokens_sum"] == 24
 
@@ -93,7 +107,11 @@ def test_how_requests_end(idle, grown):
 
     stopped_tokens = []
     told = grown(work)
-    assert {key.rpartition("/")[2]: value for key, value in told.items() if key.startswith("vllm:request_success")} == {"stop": 1, "length": 2, "abort": 1}
+    assert {key.rpartition("/")[2]: value for key, value in told.items() if key.startswith("vllm:request_success")} == {
+        "stop": 1,
+        "length": 2,
+        "abort": 1,
+    }
     assert told["vllm:request_params_n_count"] == 3
     assert told["vllm:request_params_n_sum"] == 1 + 2 + 1
     assert told["dflash2:spec_skipped_total/requested"] == 2 * 23
@@ -136,4 +154,8 @@ def test_ray_exports_the_same_numbers(idle):
     while generated(found := told()) != total:
         assert time.monotonic() < deadline, f"{generated(found)} instead of {total}"
     names = {name.removesuffix("_total") for name in found}
-    assert {f"ray_{one.ray_name}".removesuffix("_total") for one in MEASURES if one.key in ("verify_s", "running", "num_drafts", "acceptance_length")} <= names
+    assert {
+        f"ray_{one.ray_name}".removesuffix("_total")
+        for one in MEASURES
+        if one.key in ("verify_s", "running", "num_drafts", "acceptance_length")
+    } <= names

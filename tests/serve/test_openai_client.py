@@ -140,7 +140,9 @@ def test_async_client(idle):
 
 def test_closing_a_stream_frees_the_request(client):
     """`idle` finds the engine empty afterwards."""
-    stream = client.chat.completions.create(**{**GREEDY, "max_tokens": 1500}, stream=True, extra_body={"ignore_eos": True})
+    stream = client.chat.completions.create(
+        **{**GREEDY, "max_tokens": 1500}, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     stream.close()
 
@@ -207,7 +209,9 @@ def test_completion_logprobs(client):
     whole = client.completions.create(**PROMPT, logprobs=2)
     choice = whole.choices[0]
     count = whole.usage.completion_tokens
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(choice.logprobs.text_offset) == count
+    assert (
+        len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(choice.logprobs.text_offset) == count
+    )
     assert "".join(choice.logprobs.tokens) == choice.text
     assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs)
     assert all(value <= 0 for value in choice.logprobs.token_logprobs)
@@ -231,7 +235,11 @@ def test_stop_strings(client, route):
         return client.chat.completions.create(**{**GREEDY, **options})
 
     def text_of(choice):
-        return choice.text if route == "completions" else (choice.delta if hasattr(choice, "delta") else choice.message).content or ""
+        return (
+            choice.text
+            if route == "completions"
+            else (choice.delta if hasattr(choice, "delta") else choice.message).content or ""
+        )
 
     full = text_of(ask().choices[0])
     stop = full[len(full) // 2 : len(full) // 2 + 5]
@@ -298,7 +306,11 @@ def test_tools_auto_leave_text_alone(client):
     answer = client.chat.completions.create(**GREEDY, tools=[WEATHER_TOOL])
     message = answer.choices[0].message
     assert message.content or message.tool_calls
-    assert not client.chat.completions.create(**GREEDY, tools=[WEATHER_TOOL], tool_choice="none").choices[0].message.tool_calls
+    assert (
+        not client.chat.completions.create(**GREEDY, tools=[WEATHER_TOOL], tool_choice="none")
+        .choices[0]
+        .message.tool_calls
+    )
 
 
 CHOICES = ["required", {"type": "function", "function": {"name": "report_weather"}}]
@@ -306,7 +318,9 @@ CHOICES = ["required", {"type": "function", "function": {"name": "report_weather
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_a_tool_must_be_called(client, choice):
-    answer = client.chat.completions.create(**{**GREEDY, "max_tokens": 200}, tools=[WEATHER_TOOL], tool_choice=choice, parallel_tool_calls=False)
+    answer = client.chat.completions.create(
+        **{**GREEDY, "max_tokens": 200}, tools=[WEATHER_TOOL], tool_choice=choice, parallel_tool_calls=False
+    )
     chosen = answer.choices[0]
     calls = chosen.message.tool_calls
     assert chosen.finish_reason == "tool_calls" or (choice != "required" and chosen.finish_reason == "stop")
@@ -359,7 +373,10 @@ def test_parse_into_a_pydantic_model(client):
     with client.chat.completions.stream(**asked) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
-    schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": {**Weather.model_json_schema(), "additionalProperties": False}}}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "weather", "schema": {**Weather.model_json_schema(), "additionalProperties": False}},
+    }
     plain = client.chat.completions.create(
         **{**asked, "response_format": schema}, extra_body={"speculative": {"enabled": False}}
     )

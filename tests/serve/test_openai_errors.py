@@ -39,7 +39,12 @@ def is_ours(response):
         ({"messages": [{"role": "robot", "content": "x"}]}, openai.BadRequestError, None, "messages"),
         ({"max_tokens": -1}, openai.BadRequestError, None, "max_tokens"),
         ({"max_tokens": 10**9}, openai.BadRequestError, "context_length_exceeded", "messages"),
-        ({"messages": [{"role": "user", "content": "word " * 3000}]}, openai.BadRequestError, "context_length_exceeded", "messages"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 3000}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+            "messages",
+        ),
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
     ],
     ids=lambda value: str(value)[:40],
@@ -125,7 +130,10 @@ def full(idle):
 
 
 def test_rate_limit(full, idle):
-    with OpenAI(base_url=idle.url + "/v1", api_key="none", max_retries=0) as client, pytest.raises(openai.RateLimitError) as caught:
+    with (
+        OpenAI(base_url=idle.url + "/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.RateLimitError) as caught,
+    ):
         client.chat.completions.create(**HI)
     error = caught.value
     assert (error.type, error.code) == ("rate_limit_error", "queue_full")
@@ -176,9 +184,13 @@ def keyed(service, tmp_path_factory):
     serve.delete("keyed")
 
 
-@pytest.mark.parametrize("key", ["sk-wrong", "", "é", KEY + "x", KEY[:-1]], ids=["wrong", "empty", "not-ascii", "longer", "shorter"])
+@pytest.mark.parametrize(
+    "key", ["sk-wrong", "", "é", KEY + "x", KEY[:-1]], ids=["wrong", "empty", "not-ascii", "longer", "shorter"]
+)
 def test_a_wrong_key_is_a_401(keyed, service, key):
-    answer = service.http.post(f"{keyed}/v1/chat/completions", json=HI, headers={"authorization": f"Bearer {key}".strip().encode()})
+    answer = service.http.post(
+        f"{keyed}/v1/chat/completions", json=HI, headers={"authorization": f"Bearer {key}".strip().encode()}
+    )
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     error = is_ours(answer)

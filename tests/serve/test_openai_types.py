@@ -17,7 +17,13 @@ EXTENSIONS = {  # what we add to OpenAI's objects, by the type that carries it
     "CompletionChoice": {"stop_reason", "token_ids", "metrics", "meta_info"},
     "Model": {"max_model_len", "root", "parent", "permission"},
 }
-TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    },
+}
 SHAPES = [
     ("chat/completions", CHAT),
     ("chat/completions", {**CHAT, "return_token_ids": True}),
@@ -53,7 +59,9 @@ def test_whole_answers(idle, route, body):
     assert read.usage.total_tokens == read.usage.prompt_tokens + read.usage.completion_tokens
     if "chat" in route:
         assert all(choice.message.role == "assistant" for choice in read.choices)
-        assert all("content" in choice["message"] for choice in answer.json()["choices"]), "content is there, null with tool calls"
+        assert all("content" in choice["message"] for choice in answer.json()["choices"]), (
+            "content is there, null with tool calls"
+        )
 
 
 @pytest.mark.parametrize(("route", "body"), SHAPES, ids=lambda value: str(value)[-48:])
@@ -76,15 +84,22 @@ def test_streams(idle, route, body):
 def test_metrics_agree_with_themselves(idle):
     """What AIPerf checks: one entry per possible acceptance, and sums that agree."""
     info = idle.http.get("/server_info").json()
-    for body in ({**CHAT, "max_tokens": 90, "ignore_eos": True}, {**CHAT, "speculative": {"num_speculative_tokens": 2}}):
+    for body in (
+        {**CHAT, "max_tokens": 90, "ignore_eos": True},
+        {**CHAT, "speculative": {"num_speculative_tokens": 2}},
+    ):
         answer = idle.http.post("/v1/chat/completions", json=body).json()
         stats = answer["metrics"]["speculative_decoding"]
         histogram = stats["acceptance_histogram"]
         assert len(histogram) == stats["num_spec_tokens"] + 1
         assert sum(histogram) == stats["num_spec_steps"] > 0
         assert sum(index * count for index, count in enumerate(histogram)) == stats["num_accepted_draft_tokens"]
-        assert stats["draft_acceptance_rate"] == pytest.approx(stats["num_accepted_draft_tokens"] / stats["num_draft_tokens"])
-        assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_draft_tokens"] / stats["num_spec_steps"])
+        assert stats["draft_acceptance_rate"] == pytest.approx(
+            stats["num_accepted_draft_tokens"] / stats["num_draft_tokens"]
+        )
+        assert stats["mean_acceptance_length"] == pytest.approx(
+            1 + stats["num_accepted_draft_tokens"] / stats["num_spec_steps"]
+        )
         assert {"enabled", "skipped_reason", "emitted_accepted_tokens"} <= set(stats)
         assert answer["usage"].get("completion_tokens_details", {}).get("accepted_prediction_tokens") is None
     assert info["version"]

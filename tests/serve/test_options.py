@@ -27,7 +27,9 @@ def plain(body):
     """Without what tells one call from another: ids, times and the speculation fields."""
     if isinstance(body, dict):
         return {key: plain(value) for key, value in body.items() if key not in ("id", "created", "metrics")}
-    return [plain(one) for one in body] if isinstance(body, list) else round(body, 4) if isinstance(body, float) else body
+    return (
+        [plain(one) for one in body] if isinstance(body, list) else round(body, 4) if isinstance(body, float) else body
+    )
 
 
 def joined(answer):
@@ -39,7 +41,9 @@ def joined(answer):
     for body in map(json.loads, frames[:-1]):
         usage = body.get("usage") or usage
         for one in body["choices"]:
-            choice = choices.setdefault(one["index"], {"index": one["index"], "text": "", "logprobs": None, "token_ids": []})
+            choice = choices.setdefault(
+                one["index"], {"index": one["index"], "text": "", "logprobs": None, "token_ids": []}
+            )
             choice["text"] += one.get("text") or one.get("delta", {}).get("content") or ""
             choice["token_ids"] += one.get("token_ids") or []
             choice |= {key: one[key] for key in ("finish_reason", "stop_reason") if one.get(key) is not None}
@@ -63,7 +67,9 @@ def test_on_equals_off_and_stream_equals_body(idle, prompt, options):
     for choice in on.json()["choices"]:
         metrics = choice.get("metrics") or on.json()["metrics"]
         assert metrics["speculative_decoding"]["enabled"]
-    choices, usage = joined(idle.http.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}))
+    choices, usage = joined(
+        idle.http.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    )
     assert usage == on.json()["usage"]
     for choice, whole in zip(choices, on.json()["choices"], strict=True):
         assert (choice["text"], choice["finish_reason"]) == (whole["text"], whole["finish_reason"])
@@ -73,7 +79,14 @@ def test_on_equals_off_and_stream_equals_body(idle, prompt, options):
 
 
 def test_completion_logprobs_and_echo(idle):
-    body = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0, "logprobs": 2, "echo": True, "return_token_ids": True}
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 2,
+        "echo": True,
+        "return_token_ids": True,
+    }
     (choice,) = idle.http.post("/v1/completions", json=body).json()["choices"]
     told = choice["logprobs"]
     assert choice["text"].startswith("Once upon a time")
@@ -91,7 +104,9 @@ def test_completion_logprobs_and_echo(idle):
 
 def test_chat_logprobs_and_choices(idle):
     client = OpenAI(base_url=idle.url + "/v1", api_key="none", max_retries=0)
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=1.0, seed=4, n=2, max_tokens=20, logprobs=True, top_logprobs=3)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=1.0, seed=4, n=2, max_tokens=20, logprobs=True, top_logprobs=3
+    )
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.content != answer.choices[1].message.content
     for choice in answer.choices:
@@ -100,7 +115,10 @@ def test_chat_logprobs_and_choices(idle):
         assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == choice.message.content
         assert all(len(one.top_logprobs) == 3 and math.exp(one.logprob) <= 1 for one in content)
     assert answer.usage.completion_tokens == 40
-    assert answer.usage.prompt_tokens == client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1).usage.prompt_tokens
+    assert (
+        answer.usage.prompt_tokens
+        == client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1).usage.prompt_tokens
+    )
     metrics = [choice.model_extra["metrics"]["speculative_decoding"] for choice in answer.choices]
     assert sum(one["num_accepted_draft_tokens"] for one in metrics) > 0
 
@@ -110,16 +128,40 @@ def test_unknown_fields_are_reported_and_known_ones_refused(idle):
     answer = idle.http.post("/v1/completions", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-dflash2-ignored-fields"] == "apple, zebra"
-    odd = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "\b\r\n\x7f": 1, "é\u2028": 1, "x" * 3000: 1})
+    odd = idle.http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 1, "\b\r\n\x7f": 1, "é\u2028": 1, "x" * 3000: 1}
+    )
     assert odd.status_code == 200
     assert odd.headers["x-dflash2-ignored-fields"].startswith(r"\x08\r\n\x7f, xxx")
     refused = idle.http.post("/v1/completions", json={"prompt": "a", "guided_json": {}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_json")
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "max_tokens", "stop", "seed", "n", "logit_bias", "stream_options", "presence_penalty", "logprobs"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "stop",
+        "seed",
+        "n",
+        "logit_bias",
+        "stream_options",
+        "presence_penalty",
+        "logprobs",
+    ],
+)
 def test_b45_null_is_omitted_is_default(idle, name):
-    defaults = {"temperature": 1.0, "top_p": 1, "max_tokens": 16, "stop": [], "n": 1, "logit_bias": {}, "presence_penalty": 0}
+    defaults = {
+        "temperature": 1.0,
+        "top_p": 1,
+        "max_tokens": 16,
+        "stop": [],
+        "n": 1,
+        "logit_bias": {},
+        "presence_penalty": 0,
+    }
     body = {"prompt": "Once", "temperature": 0, "max_tokens": 5, "seed": 1}
     body.pop(name, None)
     answers = [body, {**body, name: None}, *([{**body, name: defaults[name]}] if name in defaults else [])]
@@ -135,18 +177,27 @@ def test_strict_speculation_refuses_what_would_be_clamped(idle):
     answer = idle.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "speculative.num_speculative_tokens")
     assert "at most 7" in answer.json()["error"]["message"]
-    for fine in ({"num_speculative_tokens": 7, "strict": True}, {"enabled": False, "num_speculative_tokens": 99, "strict": True}, {"strict": True}):
+    for fine in (
+        {"num_speculative_tokens": 7, "strict": True},
+        {"enabled": False, "num_speculative_tokens": 99, "strict": True},
+        {"strict": True},
+    ):
         assert idle.http.post("/v1/completions", json={**body, "speculative": fine}).status_code == 200
 
 
 def test_a_width_above_the_limit_is_clamped_and_told(idle):
-    answer = idle.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8, "speculative": {"num_speculative_tokens": 99}})
+    answer = idle.http.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 8, "speculative": {"num_speculative_tokens": 99}}
+    )
     assert answer.headers["x-dflash2-speculation"] == "on; k=7; reason=clamped"
 
 
 def test_what_tools_read(idle):
     """SGLang's meta_info and server state, vLLM's counters."""
-    answer = idle.http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "return_meta_info": True}).json()
+    answer = idle.http.post(
+        "/v1/completions",
+        json={"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "return_meta_info": True},
+    ).json()
     told, stats = answer["choices"][0]["meta_info"], answer["metrics"]["speculative_decoding"]
     assert told["spec_verify_ct"] == stats["num_spec_steps"] + stats["num_plain_steps"] > 0
     assert told["spec_accept_length"] == pytest.approx(20 / told["spec_verify_ct"])

@@ -6,7 +6,13 @@ import asyncio
 import pytest
 
 PROMPTS = [
-    "Once upon a time", "def add(a, b):\n", "import os", "The capital of France", "1 2 3 4 5", "SELECT * FROM", "A recipe for",
+    "Once upon a time",
+    "def add(a, b):\n",
+    "import os",
+    "The capital of France",
+    "1 2 3 4 5",
+    "SELECT * FROM",
+    "A recipe for",
     "In the beginning",
 ]
 SAMPLING = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}]
@@ -26,8 +32,15 @@ def placed(request, service):
 
     placement, size, pipeline = request.param
     settings = {
-        "dtype": "float32", "max_num_seqs": 8, "seed": 7, "num_kv_pages": 400, "drafter_placement": placement,
-        "tensor_parallel_size": size, "pipeline": pipeline, "draft_width": "fixed", "draft_deadline_ms": 20000,
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "seed": 7,
+        "num_kv_pages": 400,
+        "drafter_placement": placement,
+        "tensor_parallel_size": size,
+        "pipeline": pipeline,
+        "draft_width": "fixed",
+        "draft_deadline_ms": 20000,
     }
     serve.run(app(ServiceConfig(**settings)), name="placed", route_prefix="/placed")
     yield Client("placed"), request.param
@@ -46,7 +59,9 @@ def test_answers_are_those_of_one_process(placed, expected):
     client, (placement, size, pipeline) = placed
 
     async def one(index):
-        (generation,) = await client.agenerate(PROMPTS[index], max_tokens=NUM_TOKENS, ignore_eos=True, **SAMPLING[index % 2])
+        (generation,) = await client.agenerate(
+            PROMPTS[index], max_tokens=NUM_TOKENS, ignore_eos=True, **SAMPLING[index % 2]
+        )
         return generation
 
     async def together():
@@ -64,7 +79,11 @@ def test_answers_are_those_of_one_process(placed, expected):
     assert info["config"]["drafter_placement"] == placement
     assert info["config"]["pipeline"] == pipeline
     roles = [row["role"] for row in info["workers"]]
-    assert roles == ["unit", *(f"target rank {rank}" for rank in range(size)), *(["drafter"] if placement == "separate" else [])]
+    assert roles == [
+        "unit",
+        *(f"target rank {rank}" for rank in range(size)),
+        *(["drafter"] if placement == "separate" else []),
+    ]
     assert len({row["pid"] for row in info["workers"]}) == len(roles)
     assert info["num_dropped_proposals"] == 0
 
@@ -75,6 +94,9 @@ def test_ray_is_not_called_per_step(placed):
     client.generate(PROMPTS[0], temperature=0, max_tokens=64, ignore_eos=True, num_speculative_tokens=1)
     after = asyncio.run(client.describe())
     assert after["num_steps"] - before["num_steps"] >= 32
-    calls = {row["role"]: row["num_calls"] - earlier["num_calls"] for row, earlier in zip(after["workers"], before["workers"], strict=True)}
+    calls = {
+        row["role"]: row["num_calls"] - earlier["num_calls"]
+        for row, earlier in zip(after["workers"], before["workers"], strict=True)
+    }
     own = {"unit": 2}  # the request, and this second description
     assert calls == {role: own.get(role, 0) for role in calls} | {"target rank 0": 1}

@@ -11,7 +11,10 @@ REPOSITORY = Path(__file__).parents[2]
 def test_openapi_schema(idle):
     """About a minute; tests/conformance/run makes more of them."""
     environment = {
-        **os.environ, "SCHEMATHESIS_EXAMPLES": "25", "SCHEMATHESIS_SECONDS": "60", "PYTHON": sys.executable,
+        **os.environ,
+        "SCHEMATHESIS_EXAMPLES": "25",
+        "SCHEMATHESIS_SECONDS": "60",
+        "PYTHON": sys.executable,
     }
     command = [str(REPOSITORY / "tests" / "conformance" / "schemathesis_check"), idle.url]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

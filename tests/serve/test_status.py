@@ -20,7 +20,9 @@ def run(capsys, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             cli.main()
         wrote = capsys.readouterr()
-        own = "".join(line for line in wrote.out.splitlines(keepends=True) if "(raylet)" not in line)  # Ray tells this process of dead workers
+        own = "".join(
+            line for line in wrote.out.splitlines(keepends=True) if "(raylet)" not in line
+        )  # Ray tells this process of dead workers
         return SimpleNamespace(returncode=ended.value.code, stdout=own, stderr=wrote.err)
 
     return call
@@ -28,7 +30,12 @@ def run(capsys, monkeypatch):
 
 @pytest.mark.parametrize("way", ["http", "ray"])
 def test_a_ready_service_on_one_page(idle, run, way):
-    assert idle.http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}).status_code == 200
+    assert (
+        idle.http.post(
+            "/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+        ).status_code
+        == 200
+    )
     told = idle.http.get("/server_info").json()
     done = run(*(("--url", idle.url) if way == "http" else ("--address", "auto")))
     assert (done.returncode, done.stderr) == (0, "")
@@ -40,7 +47,11 @@ def test_a_ready_service_on_one_page(idle, run, way):
     assert load.startswith(f"  0 requests running, 0 waiting · KV 0% of {told['num_pages']} pages · acceptance length ")
     assert header.split() == ["role", "host", "GPU", "pid", "node"]
     assert [line.split()[-2] for line in workers] == [str(worker["pid"]) for worker in told["workers"]]
-    assert [line.split("  ")[1].strip() for line in workers] == [worker["role"] for worker in told["workers"]] == ["unit", "target rank 0"]
+    assert (
+        [line.split("  ")[1].strip() for line in workers]
+        == [worker["role"] for worker in told["workers"]]
+        == ["unit", "target rank 0"]
+    )
 
 
 def test_json(idle, run, tmp_path):
@@ -48,14 +59,22 @@ def test_json(idle, run, tmp_path):
     assert done.returncode == 0
     report = json.loads(done.stdout)
     (unit,) = report["units"]
-    assert (report["status"], report["model"], unit["state"], unit["kv_usage"], unit["tokens_per_s"]) == ("ready", "dflash2-embedded", "serving", 0, None)
+    assert (report["status"], report["model"], unit["state"], unit["kv_usage"], unit["tokens_per_s"]) == (
+        "ready",
+        "dflash2-embedded",
+        "serving",
+        0,
+        None,
+    )
     done = run("--url", idle.url, "--json", str(tmp_path / "status.json"))
     assert json.loads((tmp_path / "status.json").read_text())["units"][0]["replica"] == unit["replica"]
     assert "unit 0" in done.stdout
 
 
 def test_a_unit_that_does_not_serve_is_not_ready(idle, run):
-    rank = next(worker["pid"] for worker in idle.http.get("/server_info").json()["workers"] if worker["role"] == "target rank 0")
+    rank = next(
+        worker["pid"] for worker in idle.http.get("/server_info").json()["workers"] if worker["role"] == "target rank 0"
+    )
     os.kill(rank, signal.SIGSTOP)
     try:
         done = run("--url", idle.url)
@@ -88,4 +107,3 @@ def test_no_service_is_one_clear_line(idle, run, words, returncode, says):
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-

@@ -11,7 +11,11 @@ MODEL = "dflash2-embedded"
 MESSAGES = [{"role": "user", "content": "Write a short story about a pony named Anna."}]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}, "kind": {"enum": ["pony", "horse"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["pony", "horse"]},
+    },
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
@@ -22,8 +26,30 @@ FORMATS = {
 }
 LAWS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1.0, "seed": 8}}
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 10}}, "required": ["city"], "additionalProperties": False}}},
-    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"], "additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 10}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "parameters": {
+                "type": "object",
+                "properties": {"zone": {"enum": ["UTC", "CET"]}},
+                "required": ["zone"],
+                "additionalProperties": False,
+            },
+        },
+    },
 ]
 
 
@@ -64,11 +90,19 @@ def test_drafts_inside_a_form_are_accepted(client):
     assert held.choices[0].text.startswith(free)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"]
+)
 @pytest.mark.parametrize("law", LAWS)
 def test_calls_are_made_and_parsed(client, choice, law):
     options = {
-        "model": MODEL, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 160, **LAWS[law],
+        "model": MODEL,
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 160,
+        **LAWS[law],
     }
     on = client.chat.completions.create(**options).choices[0]
     off = client.chat.completions.create(**options, extra_body={"speculative": {"enabled": False}}).choices[0]
@@ -91,22 +125,35 @@ def test_calls_are_made_and_parsed(client, choice, law):
 
 def test_auto_and_none_answer_freely_and_a_conversation_with_calls_is_taken(client):
     for choice in ("auto", "none"):
-        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=8, temperature=0)
+        answer = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=8, temperature=0
+        )
         assert answer.choices[0].message.content
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"zone": "UTC"}'}}
-    turns = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "12:00"}]
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
     assert client.chat.completions.create(model=MODEL, messages=turns, tools=TOOLS, max_tokens=4).choices[0].message
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-    ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
-], ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
 def test_bad_fields_are_named(idle, body, param):
     answer = idle.http.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

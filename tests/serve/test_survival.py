@@ -16,11 +16,24 @@ import pytest
 from scrape import families, growth, numbers
 
 SETTINGS = {
-    "dtype": "float32", "max_num_seqs": 8, "seed": 7, "tensor_parallel_size": 2, "drafter_placement": "separate",
-    "draft_width": "fixed", "draft_deadline_ms": 4000, "step_timeout_s": 20, "num_kv_pages": 400,
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "seed": 7,
+    "tensor_parallel_size": 2,
+    "drafter_placement": "separate",
+    "draft_width": "fixed",
+    "draft_deadline_ms": 4000,
+    "step_timeout_s": 20,
+    "num_kv_pages": 400,
 }
 PROMPTS = [
-    "Once upon a time", "def add(a, b):\n", "import os", "The capital of France", "1 2 3 4 5", "SELECT * FROM", "A recipe for",
+    "Once upon a time",
+    "def add(a, b):\n",
+    "import os",
+    "The capital of France",
+    "1 2 3 4 5",
+    "SELECT * FROM",
+    "A recipe for",
     "In the beginning",
 ]
 SAMPLING = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 11}]
@@ -97,7 +110,9 @@ def expected(engine):
 def whole(info):
     """Nothing is missing and nothing is left over."""
     return (
-        info["degraded"] == [] and info["num_requests_running"] == 0 and info["num_requests_in_flight"] == 0
+        info["degraded"] == []
+        and info["num_requests_running"] == 0
+        and info["num_requests_in_flight"] == 0
         and info["num_free_pages"] == info["num_pages"]
     )
 

@@ -107,7 +107,10 @@ def test_refused_and_unsampled_requests(spans, post):
     assert refused.status_code == 400
     whole, phases = tree(spans())
     assert phases == {}
-    assert (whole.attributes["error.type"], whole.status.status_code) == ("ContextLengthExceeded", trace.StatusCode.ERROR)
+    assert (whole.attributes["error.type"], whole.status.status_code) == (
+        "ContextLengthExceeded",
+        trace.StatusCode.ERROR,
+    )
     assert post("/v1/completions", BODY, {"traceparent": TRACEPARENT[:-1] + "0"}).status_code == 200
     assert len(spans()) == 1
 

@@ -19,8 +19,20 @@ PROMPTS = [Prompt(False, "Once upon a time"), Prompt(True, "Write a short story 
 
 def test_a_running_service_is_verified(idle, capsys):
     command.verify(
-        settings=None, prompts=None, num_prompts=3, max_tokens=16, concurrency=8, checks="identity,law,options", samples=40, law_prompts=2,
-        option_prompts=1, margin=None, url=idle.url + "/v1/", api_key="", model="dflash2-embedded", json_path="-",
+        settings=None,
+        prompts=None,
+        num_prompts=3,
+        max_tokens=16,
+        concurrency=8,
+        checks="identity,law,options",
+        samples=40,
+        law_prompts=2,
+        option_prompts=1,
+        margin=None,
+        url=idle.url + "/v1/",
+        api_key="",
+        model="dflash2-embedded",
+        json_path="-",
     )
     wrote = capsys.readouterr()
     report = json.loads(wrote.out)
@@ -34,9 +46,17 @@ def test_a_running_service_is_verified(idle, capsys):
 def test_both_backends_say_the_same(idle, engine, stream):
     there, here = Service(idle.url), InProcess(engine)
     assert there.num_tokens(PROMPTS) == here.num_tokens(PROMPTS)
-    for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3, "n": 2, "stop": ["an", "e"]}, {"temperature": 0, "echo": True}):
+    for options in (
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3, "n": 2, "stop": ["an", "e"]},
+        {"temperature": 0, "echo": True},
+    ):
         how = {"speculate": True, "in_flight": 2, "top_logprobs": 2}
-        pairs = zip(there.answer(PROMPTS, {"max_tokens": 12, **options}, stream=stream, **how), here.answer(PROMPTS, {"max_tokens": 12, **options}, **how), strict=True)
+        pairs = zip(
+            there.answer(PROMPTS, {"max_tokens": 12, **options}, stream=stream, **how),
+            here.answer(PROMPTS, {"max_tokens": 12, **options}, **how),
+            strict=True,
+        )
         for one, other in pairs:
             told = [choice for choice in one.choices if choice.logprobs]
             assert bool(told) == bool(one.choices)
@@ -48,6 +68,7 @@ def test_both_backends_say_the_same(idle, engine, stream):
 
 def _best(answer):
     """With the two best alternatives of each token: completions tell the token itself besides."""
+
     def best(told):
         return tuple((own, tuple(sorted(others, key=lambda one: -one[1])[:2])) for own, others in told)
 
@@ -65,7 +86,14 @@ def test_what_cannot_be_verified_is_told(idle):
 
 def scripted(*responses):
     """A client whose service gives these responses in order, behind the facts of /server_info."""
-    config = {"dtype": "float32", "device": "cpu", "drafter": "d", "num_speculative_tokens": 7, "draft_width": "fixed", "max_num_seqs": 2}
+    config = {
+        "dtype": "float32",
+        "device": "cpu",
+        "drafter": "d",
+        "num_speculative_tokens": 7,
+        "draft_width": "fixed",
+        "max_num_seqs": 2,
+    }
     facts = httpx.Response(200, json={"model": "m", "config": config, "max_model_len": 64, "eos_token_ids": [2]})
     waiting = iter([facts, *responses])
     return httpx.Client(base_url="http://service", transport=httpx.MockTransport(lambda request: next(waiting)))
@@ -81,11 +109,14 @@ def test_a_full_service_is_asked_again():
     assert answer.choices[0].token_ids == (5,)
 
 
-@pytest.mark.parametrize(("response", "says"), [
-    (httpx.Response(401, json={"error": {"message": "no"}}), "--api-key"),
-    (httpx.Response(500, json={"error": {"message": "The engine failed"}}), "answered 500: The engine failed"),
-    (httpx.Response(200, text="<html>"), "is not JSON"),
-])
+@pytest.mark.parametrize(
+    ("response", "says"),
+    [
+        (httpx.Response(401, json={"error": {"message": "no"}}), "--api-key"),
+        (httpx.Response(500, json={"error": {"message": "The engine failed"}}), "answered 500: The engine failed"),
+        (httpx.Response(200, text="<html>"), "is not JSON"),
+    ],
+)
 def test_a_service_that_fails_is_one_line(response, says):
     there = Service("http://service", http=scripted(response))
     with pytest.raises(ConfigError, match=says):
@@ -93,9 +124,21 @@ def test_a_service_that_fails_is_one_line(response, says):
 
 
 def test_a_service_without_drafter_is_refused():
-    told = {"model": "m", "max_model_len": 64, "eos_token_ids": [2], "config": {
-        "dtype": "float32", "device": "cpu", "drafter": None, "num_speculative_tokens": 0, "draft_width": "fixed", "max_num_seqs": 2,
-    }}
-    http = httpx.Client(base_url="http://service", transport=httpx.MockTransport(lambda request: httpx.Response(200, json=told)))
+    told = {
+        "model": "m",
+        "max_model_len": 64,
+        "eos_token_ids": [2],
+        "config": {
+            "dtype": "float32",
+            "device": "cpu",
+            "drafter": None,
+            "num_speculative_tokens": 0,
+            "draft_width": "fixed",
+            "max_num_seqs": 2,
+        },
+    }
+    http = httpx.Client(
+        base_url="http://service", transport=httpx.MockTransport(lambda request: httpx.Response(200, json=told))
+    )
     with pytest.raises(ConfigError, match="no drafter is configured"):
         Service("http://service", http=http)

@@ -173,8 +173,10 @@ def make_loop(drafter=None, *, eos=(), loop_class=TargetLoop, clock=time.perf_co
     values.update(settings)
     config = EngineConfig(**values)
     runner = TargetRunner(
-        ScriptedTarget(), torch.nn.Identity() if drafter else None,
-        num_pages=config.num_kv_pages, page_size=config.page_size,
+        ScriptedTarget(),
+        torch.nn.Identity() if drafter else None,
+        num_pages=config.num_kv_pages,
+        page_size=config.page_size,
     )
     return loop_class(config, runner, drafter, eos_token_ids=frozenset(eos), vocab_size=VOCAB, clock=clock)
 
@@ -218,8 +220,16 @@ def computed(loop):
 def scripted():
     """The scripted parts, as one namespace."""
     return SimpleNamespace(
-        VOCAB=VOCAB, next_token=next_token, continuation=continuation, Target=ScriptedTarget, Drafter=ScriptedDrafter,
-        PATTERNS=PATTERNS, make_loop=make_loop, spec=spec, run=run, computed=computed,
+        VOCAB=VOCAB,
+        next_token=next_token,
+        continuation=continuation,
+        Target=ScriptedTarget,
+        Drafter=ScriptedDrafter,
+        PATTERNS=PATTERNS,
+        make_loop=make_loop,
+        spec=spec,
+        run=run,
+        computed=computed,
     )
 
 

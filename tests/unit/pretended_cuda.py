@@ -16,7 +16,13 @@ _DEVICE = torch.device("cuda", 0)
 _aten = torch.ops.aten
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}
-_READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default, _aten.is_nonzero.default}
+_READS = {
+    _aten._local_scalar_dense.default,
+    _aten.equal.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten.is_nonzero.default,
+}
 _HOST_READS = {
     torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__, torch.Tensor.__index__,
 }  # fmt: skip
@@ -28,7 +34,12 @@ class PretendedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner):
         one = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=_DEVICE
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=_DEVICE,
         )
         one.inner = inner
         return one
@@ -49,7 +60,9 @@ class PretendedTensor(torch.Tensor):
             _PRESENT[-1].run(_aten.copy_.default, args[:2], {})
             return args[0]
         if func is torch.Tensor.numpy:
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.Tensor.nonzero:  # as above
                 return _aten.nonzero.default(*args)
@@ -122,7 +135,11 @@ class PretendedCuda:
 
     def set_item(self, one, index, value):
         self._check_index(one, index, "__setitem__")
-        if isinstance(value, torch.Tensor) and value.dim() and isinstance(value, PretendedTensor) != isinstance(one, PretendedTensor):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim()
+            and isinstance(value, PretendedTensor) != isinstance(one, PretendedTensor)
+        ):
             self.wait("reads" if isinstance(value, PretendedTensor) else "uploads", "__setitem__")
 
         def write():
@@ -134,7 +151,9 @@ class PretendedCuda:
     def _check_index(self, one, index, name):
         parts = index if isinstance(index, tuple) else (index,)
         if not isinstance(one, PretendedTensor) and any(isinstance(part, PretendedTensor) for part in parts):
-            raise RuntimeError(f"{name}: indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+            raise RuntimeError(
+                f"{name}: indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
         if isinstance(one, PretendedTensor):
             for part in parts:
                 if isinstance(part, PretendedTensor) and (_is_mask(part) or part.dim() == 0):
@@ -180,7 +199,9 @@ class PretendedCuda:
         if torch.Tag.pointwise in func.tags or func in _INDEXED:
             on_host = [one for one in on_host if one.dim() > 0]
         if on_host and len(on_host) < len(given):
-            raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+            raise RuntimeError(
+                f"{func}: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            )
 
     def _note(self, func, args, kwargs):
         kind = None
@@ -256,9 +277,12 @@ def pretended_cuda():
         library.impl(name, arange, "CUDA")
     library.impl("empty.memory_format", empty, "CUDA")
     library.impl("empty_strided", empty_strided, "CUDA")
-    with patch.object(torch.cuda, "_lazy_init", lambda: None), patch.object(
-        torch.Tensor, "to", _to_numbered
-    ), patch.object(torch.Tensor, "pin_memory", _pinned), patch.object(torch, "tensor", _tensor_then_to):
+    with (
+        patch.object(torch.cuda, "_lazy_init", lambda: None),
+        patch.object(torch.Tensor, "to", _to_numbered),
+        patch.object(torch.Tensor, "pin_memory", _pinned),
+        patch.object(torch, "tensor", _tensor_then_to),
+    ):
         gpu = PretendedCuda()
         _PRESENT.append(gpu)
         try:

@@ -27,7 +27,13 @@ def pair(request, tmp_path):
 def test_messages_and_buffers(pair):
     near, far, _ = pair
     big = memoryview(bytearray(range(256)) * 20_000)
-    sender = threading.Thread(target=lambda: [near.send({"n": 1}), near.send([2, "two"], [big, memoryview(b""), memoryview(b"xyz")]), near.send(3)])
+    sender = threading.Thread(
+        target=lambda: [
+            near.send({"n": 1}),
+            near.send([2, "two"], [big, memoryview(b""), memoryview(b"xyz")]),
+            near.send(3),
+        ]
+    )
     sender.start()
     assert far.receive() == {"n": 1}
     message, buffers = far.receive_frame()
@@ -122,7 +128,9 @@ def test_closing_wakes_who_waits(pair):
         except kind:
             ended.append(kind)
 
-    threads = [threading.Thread(target=wait, args=one) for one in ((listener.accept, OSError), (near.receive, ChannelClosed))]
+    threads = [
+        threading.Thread(target=wait, args=one) for one in ((listener.accept, OSError), (near.receive, ChannelClosed))
+    ]
     for thread in threads:
         thread.start()
     listener.close()

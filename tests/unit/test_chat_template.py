@@ -58,7 +58,9 @@ def test_renders_as_transformers_does(folder, source, messages):
 
 def test_a_template_has_an_end():
     """Time and size are those of the messages' making: the same template renders others."""
-    slow = ChatTemplate("{% for a in messages %}{% for b in messages %}{% set x = b.content %}{% endfor %}{% endfor %}ok", {})
+    slow = ChatTemplate(
+        "{% for a in messages %}{% for b in messages %}{% set x = b.content %}{% endfor %}{% endfor %}ok", {}
+    )
     assert slow.render(HELLO * 10) == "ok"
     with pytest.raises(InvalidRequest, match=r"longer than 2 s") as caught:
         slow.render(HELLO * 20_000)
@@ -171,8 +173,14 @@ def test_a_broken_tokenizer_config_is_a_checkpoint_error(tmp_path, content):
         ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}], r"got .?input_audio"),
         ([{"role": "assistant", "content": "x", "tool_calls": []}], r"messages\[0\]\.tool_calls must be a list"),
         ([{"role": "user", "content": "x", "tool_calls": [1]}], r"messages\[0\]\.tool_calls is not offered"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], r"tool_calls\[0\]\.function\.arguments must be"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}], r"tool_calls\[0\]\.function must hold a name"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"tool_calls\[0\]\.function\.arguments must be",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            r"tool_calls\[0\]\.function must hold a name",
+        ),
     ],
 )
 def test_bad_messages_are_refused_by_name(messages, told):
@@ -234,7 +242,11 @@ def test_a_refusal_names_the_templates_own_words():
 def test_tools_and_calls_reach_the_template_as_objects():
     source = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
-    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "ok"}]
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "ok"},
+    ]
     tools = [{"type": "function", "function": {"name": "f"}}]
     text = ChatTemplate(source, {}).render(messages, tools)
     assert text == "f " + HELLO[0]["content"] + "7ok"

@@ -46,15 +46,37 @@ def test_the_page_of_a_degraded_service_shows_every_unit():
     """What no test can bring about in a second: a drafter that is gone, ranks that were replaced, a unit that says nothing."""
     from dflash2_ray.cli.status import page
 
-    worker = {"role": "target rank 0", "host": "10.0.0.7", "pid": 31, "gpu_ids": ["0", "1"], "node_id": "abcdefghijkl", "num_calls": 9}
+    worker = {
+        "role": "target rank 0",
+        "host": "10.0.0.7",
+        "pid": 31,
+        "gpu_ids": ["0", "1"],
+        "node_id": "abcdefghijkl",
+        "num_calls": 9,
+    }
     first = {
-        "unit": 0, "replica": "x1", "state": "serving", "why": None, "generation": 3, "num_rebuilds": 3, "num_drafter_restarts": 2,
-        "degraded": ["drafter"], "workers": [worker, {"role": "drafter", "num_calls": 0}], "num_requests_running": 4,
-        "num_requests_waiting": 1, "num_pages": 800, "kv_usage": 0.25, "acceptance_length": 5.914, "tokens_per_s": 1234.5,
+        "unit": 0,
+        "replica": "x1",
+        "state": "serving",
+        "why": None,
+        "generation": 3,
+        "num_rebuilds": 3,
+        "num_drafter_restarts": 2,
+        "degraded": ["drafter"],
+        "workers": [worker, {"role": "drafter", "num_calls": 0}],
+        "num_requests_running": 4,
+        "num_requests_waiting": 1,
+        "num_pages": 800,
+        "kv_usage": 0.25,
+        "acceptance_length": 5.914,
+        "tokens_per_s": 1234.5,
     }
     silent = {"state": "not serving", "why": "no answer within 5 s"}
     report = {
-        "status": "degraded", "why": "a unit: no answer within 5 s; unit 0: no drafter", "model": "m", "units": [first, silent],
+        "status": "degraded",
+        "why": "a unit: no answer within 5 s; unit 0: no drafter",
+        "model": "m",
+        "units": [first, silent],
         "serve": {"application": "RUNNING", "units": {"RUNNING": 2, "STARTING": 1}},
     }
     assert list(page("http://there", report)) == [
@@ -119,7 +141,17 @@ def test_generate_writes_only_the_text_to_standard_output(run):
     assert done.returncode == 0, done.stderr
     assert "acceptance length" in done.stderr
     assert "tokens" not in done.stdout
-    plain = run("generate", "def add(a, b):\n", "dtype=float32", "--temperature", "0", "--max-tokens", "12", "--num-speculative-tokens", "0")
+    plain = run(
+        "generate",
+        "def add(a, b):\n",
+        "dtype=float32",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+        "--num-speculative-tokens",
+        "0",
+    )
     assert plain.stdout == done.stdout
     assert "plain decoding" in plain.stderr
 
@@ -146,7 +178,18 @@ def test_chat_answers_once_or_holds_a_conversation(run, monkeypatch):
 
 def test_verify_and_bench_report(run, tmp_path):
     report = tmp_path / "verify.json"
-    words = ("--num-prompts", "6", "--max-tokens", "24", "--checks", "identity,law", "--samples", "40", "--law-prompts", "1")
+    words = (
+        "--num-prompts",
+        "6",
+        "--max-tokens",
+        "24",
+        "--checks",
+        "identity,law",
+        "--samples",
+        "40",
+        "--law-prompts",
+        "1",
+    )
     done = run("verify", "dtype=float32", *words, "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
@@ -156,7 +199,20 @@ def test_verify_and_bench_report(run, tmp_path):
     runs = told["identity"]["runs"]
     assert [one["num_equal"] for one in runs] == [6, 6, 6]
     assert runs[1]["num_accepted_draft_tokens"] > 0
-    done = run_process("bench", "draft_width=fixed", "--num-prompts", "2", "--repeats", "1", "--max-tokens", "16", "--concurrency", "1,2", "--json", "-")
+    done = run_process(
+        "bench",
+        "draft_width=fixed",
+        "--num-prompts",
+        "2",
+        "--repeats",
+        "1",
+        "--max-tokens",
+        "16",
+        "--concurrency",
+        "1,2",
+        "--json",
+        "-",
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout[done.stdout.index("{") :])["results"]
     assert [row["concurrency"] for row in rows] == [1, 2]
@@ -169,7 +225,9 @@ def test_verify_and_bench_report(run, tmp_path):
 def test_prompts_from_a_file(run, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("def f(x):\nimport os\n")
-    done = run_process("verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8", "--checks", "identity", "--json", "-")
+    done = run_process(
+        "verify", "dtype=float32", "--prompts", str(path), "--max-tokens", "8", "--checks", "identity", "--json", "-"
+    )
     assert done.returncode == 0, done.stderr
     assert "2 of 2 texts" in done.stderr
     assert json.loads(done.stdout)["num_prompts"] == 2
@@ -179,7 +237,21 @@ def test_prompts_from_a_file(run, tmp_path):
 
 
 def test_bench_compares_widths(run):
-    words = ("bench", "--widths", "0,7,auto", "--num-prompts", "2", "--repeats", "2", "--max-tokens", "12", "--concurrency", "1,2", "--json", "-")
+    words = (
+        "bench",
+        "--widths",
+        "0,7,auto",
+        "--num-prompts",
+        "2",
+        "--repeats",
+        "2",
+        "--max-tokens",
+        "12",
+        "--concurrency",
+        "1,2",
+        "--json",
+        "-",
+    )
     done = run(*words)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout[done.stdout.index("{") :])["results"]

@@ -19,7 +19,9 @@ CPU = MachineFacts(num_gpus=0, gpu_memory_bytes=0, memory_bytes=16 * GIB)
 GPU = MachineFacts(num_gpus=1, gpu_memory_bytes=80 * GIB, memory_bytes=16 * GIB)
 TARGET = TargetFacts("t", "Qwen3ForCausalLM", 6, 256, 4, 2, 64, 2048, 2048, "bfloat16", 10 * MIB)
 DRAFTER = DrafterFacts("d", "DFlash2", 2, 256, 2, 64, 8, 1024, 3 * MIB)
-PER_TOKEN = 6 * 2 * 2 * 64 + 2 * 2 * 2 * 64 + 256  # numbers per token: target, drafter, the context row kept for other requests
+PER_TOKEN = (
+    6 * 2 * 2 * 64 + 2 * 2 * 2 * 64 + 256
+)  # numbers per token: target, drafter, the context row kept for other requests
 
 
 def config(**keys):
@@ -202,9 +204,21 @@ def test_resolution_is_pure():
 
 def test_what_is_said_is_kept():
     said = {
-        "target": "a", "drafter": "b", "served_model_name": "c", "dtype": "float32", "device": "cpu", "max_model_len": 100,
-        "drafter_placement": "colocated", "num_speculative_tokens": 3, "pipeline": "serial", "page_size": 8,
-        "num_kv_pages": 40, "max_num_seqs": 5, "max_num_batched_tokens": 77, "max_queued_requests": 9, "seed": 1,
+        "target": "a",
+        "drafter": "b",
+        "served_model_name": "c",
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 100,
+        "drafter_placement": "colocated",
+        "num_speculative_tokens": 3,
+        "pipeline": "serial",
+        "page_size": 8,
+        "num_kv_pages": 40,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 77,
+        "max_queued_requests": 9,
+        "seed": 1,
     }
     got = resolve(config(**said), GPU, TARGET, DRAFTER).as_dict()
     assert {key: got[key] for key in said} == said
@@ -215,7 +229,10 @@ def test_what_the_prefix_cache_takes():
     without = resolved(enable_prefix_caching=False, num_kv_pages=200)
     assert not without.enable_prefix_caching
     assert without.kv_bytes == 200 * 16 * (PER_TOKEN - 256) * 4
-    apart = {"drafter_placement": "separate", "num_kv_pages": 200}  # the drafter's own context lies elsewhere, what it must be told does not
+    apart = {
+        "drafter_placement": "separate",
+        "num_kv_pages": 200,
+    }  # the drafter's own context lies elsewhere, what it must be told does not
     assert resolved(**apart).kv_bytes - resolved(**apart, enable_prefix_caching=False).kv_bytes == 200 * 16 * 256 * 4
     assert resolved(num_speculative_tokens=0, num_kv_pages=200).kv_bytes == without.kv_bytes
     assert resolved(drafter=replace(DRAFTER, context_window=63)).drafter_window == 63
@@ -252,17 +269,24 @@ def test_kv_takes_two_bytes_only_on_a_gpu_in_bfloat16():
     assert [size(CPU, "bfloat16"), size(CPU, "float32"), size(GPU, "bfloat16"), size(GPU, "float32")] == [4, 4, 2, 4]
 
 
-@pytest.mark.parametrize(("asked", "machine", "expected"), [("auto", CPU, "cpu"), ("auto", GPU, "cuda"), ("cpu", GPU, "cpu"), ("cuda", GPU, "cuda")])
+@pytest.mark.parametrize(
+    ("asked", "machine", "expected"),
+    [("auto", CPU, "cpu"), ("auto", GPU, "cuda"), ("cpu", GPU, "cpu"), ("cuda", GPU, "cuda")],
+)
 def test_device(asked, machine, expected):
     assert resolved(machine, device=asked).device == expected
 
 
-@pytest.mark.parametrize(("asked", "machine", "expected"), [("auto", CPU, False), ("auto", GPU, True), ("off", GPU, False)])
+@pytest.mark.parametrize(
+    ("asked", "machine", "expected"), [("auto", CPU, False), ("auto", GPU, True), ("off", GPU, False)]
+)
 def test_cuda_graphs(asked, machine, expected):
     assert resolved(machine, cuda_graphs=asked).cuda_graphs is expected
 
 
-@pytest.mark.parametrize(("drafts", "seqs", "expected"), [(7, 16, 512), (7, 64, 512), (7, 65, 520), (0, 1024, 1024), (3, 200, 800)])
+@pytest.mark.parametrize(
+    ("drafts", "seqs", "expected"), [(7, 16, 512), (7, 64, 512), (7, 65, 520), (0, 1024, 1024), (3, 200, 800)]
+)
 def test_step_tokens_hold_every_block(drafts, seqs, expected):
     got = resolved(num_speculative_tokens=drafts, max_num_seqs=seqs, num_kv_pages=129)
     assert got.max_num_batched_tokens == expected
@@ -277,7 +301,8 @@ def test_b27_the_smallest_step_is_accepted_and_one_less_refused():
 
 
 @pytest.mark.parametrize(
-    ("length", "drafts", "page", "least"), [(2048, 7, 16, 129), (64, 0, 16, 4), (64, 1, 16, 5), (2, 0, 1, 2), (2, 7, 1024, 1)]
+    ("length", "drafts", "page", "least"),
+    [(2048, 7, 16, 129), (64, 0, 16, 4), (64, 1, 16, 5), (2, 0, 1, 2), (2, 7, 1024, 1)],
 )
 def test_kv_pages_hold_one_full_request_and_its_look_ahead(length, drafts, page, least):
     keys = {"max_model_len": length, "num_speculative_tokens": drafts, "page_size": page}

@@ -53,7 +53,9 @@ def run(loop, num_requests, on_step=lambda num_drafted: None):
     arrivals = iter(range(num_requests))
     for _ in range(10_000):
         if (index := next(arrivals, None)) is not None:
-            params = SamplingParams.from_keywords(max_tokens=20 + 12 * index, ignore_eos=True, **KINDS[index % len(KINDS)])
+            params = SamplingParams.from_keywords(
+                max_tokens=20 + 12 * index, ignore_eos=True, **KINDS[index % len(KINDS)]
+            )
             loop.add(RequestSpec(f"r{index}", tuple(range(40 + index, 60 + 2 * index)), params))
             texts[f"r{index}"] = []
         elif not loop.has_work:
@@ -164,8 +166,21 @@ def test_a_request_behind_cached_pages_is_drafted_for_as_without(backends, start
         """Of one prompt asked twice, one after the other, with what was accepted."""
         texts = []
         for index in range(2):
-            loop.add(RequestSpec(f"r{index}", tuple(range(40, 90)), SamplingParams.from_keywords(max_tokens=24, ignore_eos=True, temperature=0.0)))
-            texts.append([token for _ in iter(lambda: loop.has_work, False) for delta in loop.step() for token in delta.token_ids])
+            loop.add(
+                RequestSpec(
+                    f"r{index}",
+                    tuple(range(40, 90)),
+                    SamplingParams.from_keywords(max_tokens=24, ignore_eos=True, temperature=0.0),
+                )
+            )
+            texts.append(
+                [
+                    token
+                    for _ in iter(lambda: loop.has_work, False)
+                    for delta in loop.step()
+                    for token in delta.token_ids
+                ]
+            )
         return texts, loop.spec_counters
 
     expected = answers(start(cuda_graphs="off", enable_prefix_caching=False))
@@ -190,7 +205,13 @@ def test_a_refused_capture_leaves_single_launches_and_says_why(backends, start, 
 def test_what_a_capture_cannot_hold_is_refused(gpu):
     value = torch.arange(4.0).to("cuda")
     with torch.inference_mode():
-        for launch in (lambda: value.sum().item(), lambda: value[value > 1], lambda: value.nonzero(), lambda: value + torch.ones(4).to("cuda"), value.tolist):
+        for launch in (
+            lambda: value.sum().item(),
+            lambda: value[value > 1],
+            lambda: value.nonzero(),
+            lambda: value + torch.ones(4).to("cuda"),
+            value.tolist,
+        ):
             with pytest.raises(RuntimeError, match="capturing"):
                 RecordedBackend().capture(launch)
 
@@ -216,5 +237,18 @@ def test_a_replay_works_on_the_static_tensors_and_must_agree_with_single_launche
 
 
 def test_buckets_grow_and_never_exceed_what_there_is():
-    assert [next_bucket(count, 100) for count in (1, 2, 3, 5, 8, 9, 17, 25, 33, 48, 49, 97)] == [1, 2, 4, 8, 8, 16, 24, 32, 48, 48, 64, 100]
+    assert [next_bucket(count, 100) for count in (1, 2, 3, 5, 8, 9, 17, 25, 33, 48, 49, 97)] == [
+        1,
+        2,
+        4,
+        8,
+        8,
+        16,
+        24,
+        32,
+        48,
+        48,
+        64,
+        100,
+    ]
     assert next_bucket(5, 6) == 6

@@ -285,7 +285,9 @@ def test_counters_of_lost_drafters_add_up(peer, new_port):
     assert (counters["stale_base"], counters["stale_epoch"]) == (3, 4)
 
 
-@pytest.mark.parametrize("garbage", [{"version": VERSION + 1}, ["x"], {"version": VERSION, "generation": 1, "number": 1, "kind": "answer"}])
+@pytest.mark.parametrize(
+    "garbage", [{"version": VERSION + 1}, ["x"], {"version": VERSION, "generation": 1, "number": 1, "kind": "answer"}]
+)
 def test_garbage_loses_the_drafter(peer, new_port, garbage):
     port = new_port()
     port.ask([want()])
@@ -354,7 +356,10 @@ def test_replay_is_bounded_and_yields_to_a_drafter_that_takes_nothing(peer):
     assert peer.next("step")["messages"][1] == ["commit", "a", 0, 20, None]
     assert port.num_replaying == 1
     port.ask([want(base_len=27)])
-    assert peer.next("step")["messages"] == [["rows", [["a", 0, 20, 7]], "float32", [7, H], False], ["commit", "a", 0, 27, 9]]
+    assert peer.next("step")["messages"] == [
+        ["rows", [["a", 0, 20, 7]], "float32", [7, H], False],
+        ["commit", "a", 0, 27, 9],
+    ]
     assert port.num_replaying == 0
     assert peer.next("ask")["wanted"] == [["a", 0, 27, 3]]
     assert own(port, "missing") == 1
@@ -367,15 +372,23 @@ def test_a_request_that_begins_behind_many_cached_rows_is_told_bit_by_bit(peer):
     port.connect(peer.address, PATIENCE_S)
     port.send([Open("short", 0, 0.0, 0), rows("short", 0, 15), Commit("short", 0, 15, 7)])
     assert [message[0] for message in peer.next("step")["messages"]] == ["open", "rows", "commit"]
-    step = Rows((RowSpan("a", 0, 16, 1), RowSpan("short", 0, 15, 2)), torch.cat([rows("a", 16, 1).rows, torch.zeros(2, H)]))
+    step = Rows(
+        (RowSpan("a", 0, 16, 1), RowSpan("short", 0, 15, 2)), torch.cat([rows("a", 16, 1).rows, torch.zeros(2, H)])
+    )
     port.send([Open("a", 0, 0.0, 0), rows("a", 0, 16), step, Commit("a", 0, 17, 7), Commit("short", 0, 17, 9)])
-    assert peer.next("step")["messages"] == [["rows", [["short", 0, 15, 2]], "float32", [2, H], False], ["commit", "short", 0, 17, 9]]
+    assert peer.next("step")["messages"] == [
+        ["rows", [["short", 0, 15, 2]], "float32", [2, H], False],
+        ["commit", "short", 0, 17, 9],
+    ]
     assert peer.next("step")["messages"] == [
         ["open", "a", 0, 0.0, 0, False, 0], ["rows", [["a", 0, 0, 10]], "float32", [10, H], False], ["commit", "a", 0, 10, None],
     ]  # fmt: skip
     assert port.num_replaying == 1
     port.ask([want(base_len=17)])  # what is left goes out with it, and it is asked for at once
-    assert peer.next("step")["messages"] == [["rows", [["a", 0, 10, 7]], "float32", [7, H], False], ["commit", "a", 0, 17, 7]]
+    assert peer.next("step")["messages"] == [
+        ["rows", [["a", 0, 10, 7]], "float32", [7, H], False],
+        ["commit", "a", 0, 17, 7],
+    ]
     assert peer.next("ask")["wanted"] == [["a", 0, 17, 3]]
     assert own(port, "missing") == 0
     port.close()
@@ -388,9 +401,24 @@ def test_replayed_requests_that_begin_again_or_end(peer):
     port.connect(peer.address, PATIENCE_S)
     port.ask([])
     assert peer.next("step")["messages"][-1] == ["commit", "a", 0, 1, None]
-    port.send([Close("a", 0), Close("b", 0), Open("c", 1, 0.0, 0), rows("c", 0, 2, epoch=1), Commit("c", 1, 2, 5), Commit("c", 0, 9, 1)])
+    port.send(
+        [
+            Close("a", 0),
+            Close("b", 0),
+            Open("c", 1, 0.0, 0),
+            rows("c", 0, 2, epoch=1),
+            Commit("c", 1, 2, 5),
+            Commit("c", 0, 9, 1),
+        ]
+    )
     kinds = [message[:3] for message in peer.next("step")["messages"]]
-    assert kinds == [["close", "a", 0], ["open", "c", 1], ["rows", [["c", 1, 0, 2]], "float32"], ["commit", "c", 1], ["commit", "c", 0]]
+    assert kinds == [
+        ["close", "a", 0],
+        ["open", "c", 1],
+        ["rows", [["c", 1, 0, 2]], "float32"],
+        ["commit", "c", 1],
+        ["commit", "c", 0],
+    ]
     assert port.num_replaying == 0
     port.close()
 
@@ -410,14 +438,24 @@ def test_the_log_holds_what_a_drafter_would_know(seed):
             anchors[name] = None
             log.apply([Open(name, epochs[name], 0.0, 0, first_position=begins[name])])
         epoch, first, count = epochs[name], lengths[name], rng.randint(1, 9)
-        parts = [rows(name, first, 1, epoch), rows(name, first, count, epoch), rows(name, first + count, 2, epoch), rows(name, 0, 3, epoch + 1)]
+        parts = [
+            rows(name, first, 1, epoch),
+            rows(name, first, count, epoch),
+            rows(name, first + count, 2, epoch),
+            rows(name, 0, 3, epoch + 1),
+        ]
         rng.shuffle(parts)
         lengths[name], anchors[name] = first + count, rng.randrange(99)
         messages = [*parts, Commit(name, epoch, lengths[name], anchors[name])]
         log.apply([message for message in messages for _ in range(rng.randint(1, 2))])
     for name in "abc":
         known = log.get(name)
-        assert (known.opened.epoch, known.base_len, known.anchor, known.broken) == (epochs[name], lengths[name], anchors[name], False)
+        assert (known.opened.epoch, known.base_len, known.anchor, known.broken) == (
+            epochs[name],
+            lengths[name],
+            anchors[name],
+            False,
+        )
         if lengths[name] > begins[name]:
             expected = rows(name, begins[name], lengths[name] - begins[name], epochs[name]).rows
             assert torch.equal(known.rows(begins[name], lengths[name]), expected)
@@ -514,7 +552,12 @@ def test_server_reports_a_draft_that_fails_and_goes_on(served):
     channel = connect()
     put(channel, pack_ask([want("poison")], 1, 1))
     answer = answered(channel)
-    assert (answer.number, answer.settled, answer.proposals, answer.error) == (1, ("poison",), [], "RuntimeError: out of memory")
+    assert (answer.number, answer.settled, answer.proposals, answer.error) == (
+        1,
+        ("poison",),
+        [],
+        "RuntimeError: out of memory",
+    )
     assert answer.counters == {"failed_drafts": 1}
     put(channel, pack_ask([want("a")], 1, 2))
     assert [p.request_id for p in answered(channel).proposals] == ["a"]
@@ -592,7 +635,9 @@ def test_server_turns_strange_targets_away(served, hello, reason):
 def test_port_of_another_release(served, monkeypatch):
     server, _, _ = served
     port = RemoteDraftPort()
-    monkeypatch.setattr("dflash2_ray.runtime.draft_link.head", lambda *args, **more: head(*args, **more) | {"version": 99})
+    monkeypatch.setattr(
+        "dflash2_ray.runtime.draft_link.head", lambda *args, **more: head(*args, **more) | {"version": 99}
+    )
     with pytest.raises(WireError, match="got 99; both sides must run the same release"):
         port.connect(server.address, PATIENCE_S)
     assert not port.connected

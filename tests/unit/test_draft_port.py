@@ -38,7 +38,9 @@ class ServedPort(RemoteDraftPort):
     """A port with its drafter server in a thread of this process; both go with `close`."""
 
     def __init__(self, server, *, connects=True, **options):
-        super().__init__(deadline=DraftDeadline(60.0), **options)  # what is left out is left out for a reason, never for lateness
+        super().__init__(
+            deadline=DraftDeadline(60.0), **options
+        )  # what is left out is left out for a reason, never for lateness
         self.server = server
         self.thread = threading.Thread(target=server.serve, daemon=True)
         self.thread.start()
@@ -56,7 +58,9 @@ def served(transport="socket", unix=False):
     def build(drafter, limit):
         folder = tempfile.mkdtemp(prefix="draft") if unix else None
         path = f"{folder}/drafter.sock" if folder else None
-        return ServedPort(DrafterServer(DrafterRunner(drafter, max_num_requests=limit), "secret", path=path), transport=transport)
+        return ServedPort(
+            DrafterServer(DrafterRunner(drafter, max_num_requests=limit), "secret", path=path), transport=transport
+        )
 
     return build
 
@@ -193,7 +197,10 @@ def test_several_requests_in_one_message(port, drafter):
     one = port()
     one.send([opened("a"), opened("b"), opened("c"), rows(("a", 0, 0, 5), ("b", 0, 0, 1), ("c", 0, 0, 9)),
               Commit("c", 0, 9, 7), Commit("a", 0, 5, 7), Commit("b", 0, 1, 8)])  # fmt: skip
-    got = {p.request_id: p.token_ids for p in propose(one, [Wanted("b", 0, 1, 3), Wanted("c", 0, 9, 3), Wanted("a", 0, 5, 3)])}
+    got = {
+        p.request_id: p.token_ids
+        for p in propose(one, [Wanted("b", 0, 1, 3), Wanted("c", 0, 9, 3), Wanted("a", 0, 5, 3)])
+    }
     assert got == {"a": fresh(drafter, "a", 5), "b": fresh(drafter, "b", 1, 8), "c": fresh(drafter, "c", 9)}
 
 
@@ -202,7 +209,11 @@ def test_b18_different_widths_in_one_call(port, drafter):
     one.send([opened("a"), opened("b"), opened("c"), *step("a", 0, 5), *step("b", 0, 12), *step("c", 0, 2)])
     wanted = [Wanted("a", 0, 5, 1), Wanted("b", 0, 12, 3), Wanted("c", 0, 2, 1)]
     got = {p.request_id: p.token_ids for p in propose(one, wanted)}
-    assert got == {"a": fresh(drafter, "a", 5, width=1), "b": fresh(drafter, "b", 12), "c": fresh(drafter, "c", 2, width=1)}
+    assert got == {
+        "a": fresh(drafter, "a", 5, width=1),
+        "b": fresh(drafter, "b", 12),
+        "c": fresh(drafter, "c", 2, width=1),
+    }
 
 
 def test_long_generation(port, drafter):
@@ -343,7 +354,9 @@ def test_lost_open(port, drafter):
     assert proposed(one, "a", 5) == fresh(drafter, "a", 5)
 
 
-@pytest.mark.parametrize("wanted", [Wanted("a", 0, 4, 3), Wanted("a", 0, 6, 3), Wanted("a", 1, 5, 3), Wanted("x", 0, 5, 3)])
+@pytest.mark.parametrize(
+    "wanted", [Wanted("a", 0, 4, 3), Wanted("a", 0, 6, 3), Wanted("a", 1, 5, 3), Wanted("x", 0, 5, 3)]
+)
 def test_only_the_exact_state_is_drafted_for(port, drafter, wanted):
     one = port()
     one.send([opened("a"), opened("b"), *step("a", 0, 5), *step("b", 0, 5)])
@@ -420,7 +433,9 @@ def test_a_windowed_drafter_needs_its_last_window_only(transport, windowed):
     port = TRANSPORTS[transport](windowed, 4)
     try:
         for name, first in (("a", 40), ("b", 0)):
-            port.send([Open(name, 0, 0.0, 0, first_position=first), rows((name, 0, first, 45 - first)), *step(name, 45, 3)])
+            port.send(
+                [Open(name, 0, 0.0, 0, first_position=first), rows((name, 0, first, 45 - first)), *step(name, 45, 3)]
+            )
             length = 48
             assert proposed(port, name, length) == fresh(windowed, name, length)
             for count in (1, 4, 2, 9):
@@ -434,7 +449,9 @@ def test_a_windowed_drafter_needs_its_last_window_only(transport, windowed):
 
 
 def test_a_drafter_that_comes_later_is_told_of_the_last_window_only(windowed):
-    port = ServedPort(DrafterServer(DrafterRunner(windowed, max_num_requests=4), "secret"), connects=False, replay_bytes=4 * H * 4)
+    port = ServedPort(
+        DrafterServer(DrafterRunner(windowed, max_num_requests=4), "secret"), connects=False, replay_bytes=4 * H * 4
+    )
     try:
         port.send([Open("a", 0, 0.0, 0, first_position=40), rows(("a", 0, 40, 5)), *step("a", 45, 13)])
         port.send([Open("b", 0, 0.0, 0, first_position=40)])
@@ -464,7 +481,14 @@ def test_too_many_requests(port, drafter):
 def test_sampled_requests(port, drafter):
     """Their proposals carry the rows that they were drawn from, and depend on seed and position, not on company."""
     one = port()
-    one.send([opened("a", temperature=1.5, seed=1), opened("b"), opened("c", temperature=1.5, seed=2), opened("d", temperature=1.5, seed=1)])
+    one.send(
+        [
+            opened("a", temperature=1.5, seed=1),
+            opened("b"),
+            opened("c", temperature=1.5, seed=2),
+            opened("d", temperature=1.5, seed=1),
+        ]
+    )
     one.send([message for name in "abc" for message in step(name, 0, 5)])
     one.send([Rows((RowSpan("d", 0, 0, 5),), context_rows("a")[:5]), Commit("d", 0, 5, 7)])
     together = {p.request_id: p for p in propose(one, [Wanted(name, 0, 5, WIDTH) for name in "abcd"])}
@@ -474,7 +498,9 @@ def test_sampled_requests(port, drafter):
     for name in "acd":
         proposal, (alone,) = together[name], propose(one, [Wanted(name, 0, 5, WIDTH)])
         assert proposal.token_ids == alone.token_ids
-        torch.testing.assert_close(torch.as_tensor(proposal.candidate_probs), torch.as_tensor(alone.candidate_probs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.as_tensor(proposal.candidate_probs), torch.as_tensor(alone.candidate_probs), rtol=0, atol=1e-5
+        )
         probs, ids = torch.as_tensor(proposal.candidate_probs), torch.as_tensor(proposal.candidate_ids)
         assert probs.shape == ids.shape == (WIDTH, 4)
         torch.testing.assert_close(probs.sum(-1), torch.ones(WIDTH))
@@ -485,7 +511,12 @@ def test_sampled_requests(port, drafter):
     streams = {name: [] for name in "acd"}
     for length in range(5, 25):
         for name, text in (("a", "a"), ("c", "a"), ("d", "a")):
-            one.send([Rows((RowSpan(name, 0, length, 1),), context_rows(text)[length : length + 1]), Commit(name, 0, length + 1, 7)])
+            one.send(
+                [
+                    Rows((RowSpan(name, 0, length, 1),), context_rows(text)[length : length + 1]),
+                    Commit(name, 0, length + 1, 7),
+                ]
+            )
             streams[name].append(proposed(one, name, length + 1))
     assert streams["a"] == streams["d"] != streams["c"]
 
@@ -550,7 +581,9 @@ def test_every_transport_counts_the_same(transport, drafter, seed):
                 epochs[name] += 1
                 lengths[name] = 0
             past.extend(messages)
-            messages = [message for message in messages if rng.random() > 0.05] + rng.sample(past, rng.randint(0, min(3, len(past))))
+            messages = [message for message in messages if rng.random() > 0.05] + rng.sample(
+                past, rng.randint(0, min(3, len(past)))
+            )
             if rng.random() < 0.3:
                 rng.shuffle(messages)
             wanted = [Wanted(one, epochs[one], lengths[one], rng.randint(1, WIDTH)) for one in "abcd"]
@@ -558,7 +591,9 @@ def test_every_transport_counts_the_same(transport, drafter, seed):
             for one in ports:
                 one.send(messages)
                 got = propose(one, wanted)
-                seen.append(sorted((p.request_id, p.epoch, p.base_len, p.token_ids, p.candidate_probs.tolist()) for p in got))
+                seen.append(
+                    sorted((p.request_id, p.epoch, p.base_len, p.token_ids, p.candidate_probs.tolist()) for p in got)
+                )
             assert seen[0] == seen[1]
         counters = [{name: count for name, count in one.counters().items() if count} for one in ports]
         assert counters[0] == counters[1]

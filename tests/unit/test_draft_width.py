@@ -20,7 +20,9 @@ LOOPS = {
 @pytest.fixture(params=LOOPS)
 def make(scripted, request):
     """Builds a loop with an adaptive width, in every kind."""
-    return lambda drafter, **settings: scripted.make_loop(drafter, **{"draft_width": "auto", **LOOPS[request.param], **settings})
+    return lambda drafter, **settings: scripted.make_loop(
+        drafter, **{"draft_width": "auto", **LOOPS[request.param], **settings}
+    )
 
 
 class Alternating:
@@ -158,7 +160,9 @@ def test_the_last_blocks_share_one_draft_pass_where_that_is_free(scripted):
 def test_a_prompt_beyond_the_drafters_range_sends_it_nothing(scripted, make):
     drafter = scripted.Drafter()
     loop = make(drafter, drafter_max_model_len=32)
-    results = scripted.run(loop, [scripted.spec("long", range(40), max_tokens=8), scripted.spec("short", [1], max_tokens=20)])
+    results = scripted.run(
+        loop, [scripted.spec("long", range(40), max_tokens=8), scripted.spec("short", [1], max_tokens=20)]
+    )
     assert results["long"][0] == scripted.continuation(range(40), 8)
     assert results["long"][1].stats["skipped_reason"] == "context_too_long"
     assert results["short"][1].stats["num_accepted_draft_tokens"] > 0
@@ -173,7 +177,13 @@ def test_warm_up_fills_the_tables_and_leaves_no_trace(scripted, make, settings):
     assert loop.control.verify_times.measured
     assert loop.control.draft_times.measured
     assert loop.control.acceptance.by_slot() == (0.75,) * 3
-    for count in ("num_steps", "num_preemptions", "num_dropped_proposals", "num_requests_running", "num_requests_waiting"):
+    for count in (
+        "num_steps",
+        "num_preemptions",
+        "num_dropped_proposals",
+        "num_requests_running",
+        "num_requests_waiting",
+    ):
         assert facts[count] == 0, count
     control = facts["step_control"]
     assert control["num_switches"] == control["num_probes"] == 0
@@ -197,7 +207,9 @@ def test_prefill_chunks_teach_no_verify_times(scripted):
     loop = scripted.make_loop(scripted.Drafter(), draft_width="auto", max_num_seqs=2, max_num_batched_tokens=8)
     seen = []
     observe = StepTimes.observe
-    loop.control.verify_times.observe = lambda *values: seen.append(values[:2]) or observe(loop.control.verify_times, *values)
+    loop.control.verify_times.observe = lambda *values: (
+        seen.append(values[:2]) or observe(loop.control.verify_times, *values)
+    )
     scripted.run(loop, [scripted.spec("s", [4], max_tokens=12), scripted.spec("l", range(40), max_tokens=4)])
     assert seen
     assert all(rows <= requests * 4 for requests, rows in seen)

@@ -16,29 +16,56 @@ from dflash2_ray.models.target_share import TargetShare
 
 V, H = 97, 32
 SHAPE = {
-    "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "vocab_size": V, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "rope_theta": 1000.0, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
+    "hidden_size": H,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": V,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 1000.0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
 }
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
 
 
 def z_lab(dflash2=True, method=None, **keys):
-    own = {"block_size": 4, "mask_token_id": 96, "target_layer_ids": [3, 1], **(DFLASH2 if dflash2 else {}), **(method or {})}
+    own = {
+        "block_size": 4,
+        "mask_token_id": 96,
+        "target_layer_ids": [3, 1],
+        **(DFLASH2 if dflash2 else {}),
+        **(method or {}),
+    }
     name = "DFlash2DraftModel" if dflash2 else "DFlashDraftModel"
     raw = {
-        "architectures": [name], "model_type": "qwen3", **SHAPE, "num_target_layers": 6, "is_causal": False,
-        "dflash_config": {key: value for key, value in own.items() if value is not None}, **keys,
+        "architectures": [name],
+        "model_type": "qwen3",
+        **SHAPE,
+        "num_target_layers": 6,
+        "is_causal": False,
+        "dflash_config": {key: value for key, value in own.items() if value is not None},
+        **keys,
     }
     return {key: value for key, value in raw.items() if value is not None}
 
 
 def speculators(dflash2=True, backbone=None, **keys):
     raw = {
-        "speculators_model_type": "dflash2" if dflash2 else "dflash", "architectures": ["DFlash2Speculator"],
-        "transformer_layer_config": SHAPE | (backbone or {}), "aux_hidden_state_layer_ids": [4, 2], "block_size": 4,
-        "mask_token_id": 96, **(DFLASH2 if dflash2 else {}), "num_target_layers": 6,
-        "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}, **keys,
+        "speculators_model_type": "dflash2" if dflash2 else "dflash",
+        "architectures": ["DFlash2Speculator"],
+        "transformer_layer_config": SHAPE | (backbone or {}),
+        "aux_hidden_state_layer_ids": [4, 2],
+        "block_size": 4,
+        "mask_token_id": 96,
+        **(DFLASH2 if dflash2 else {}),
+        "num_target_layers": 6,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]},
+        **keys,
     }
     return {key: value for key, value in raw.items() if value is not None}
 
@@ -248,7 +275,10 @@ CONFIG_REFUSALS = {
     "mask missing": (z_lab(method={"mask_token_id": None}), ["mask_token_id", "none"]),
     "mask negative": (z_lab(method={"mask_token_id": -1}), ["mask_token_id", "-1"]),
     "mask too large": (z_lab(method={"mask_token_id": 97}), ["mask_token_id", "97 embedding rows"]),
-    "unknown layer type": (z_lab(layer_types=["sliding_attention", "chunked_attention"]), ["layer_types", "chunked_attention"]),
+    "unknown layer type": (
+        z_lab(layer_types=["sliding_attention", "chunked_attention"]),
+        ["layer_types", "chunked_attention"],
+    ),
     "too few layer types": (z_lab(layer_types=["full_attention"]), ["layer_types", "2"]),
     "sliding without width": (z_lab(sliding_window=None), ["sliding_window", "None"]),
     "group does not divide": (z_lab(method={"conv_group_size": 5}), ["conv_group_size", "32", "5"]),
@@ -261,7 +291,10 @@ CONFIG_REFUSALS = {
     "DFlash 2 keys in DFlash 1": (z_lab(architectures=["DFlashDraftModel"]), ["conv_kernel_size", "DFlashDraftModel"]),
     "not a drafter": (z_lab(architectures=["Qwen3ForCausalLM"]), ["DFlash2DraftModel", "Qwen3ForCausalLM"]),
     "no architecture": (z_lab(architectures=None), ["architectures", "[]"]),
-    "another speculator": (speculators(speculators_model_type="eagle3"), ["speculators_model_type", "dflash2", "eagle3"]),
+    "another speculator": (
+        speculators(speculators_model_type="eagle3"),
+        ["speculators_model_type", "dflash2", "eagle3"],
+    ),
     "sample_from_anchor": (z_lab(method={"sample_from_anchor": True}), ["sample_from_anchor", "false"]),
     "sample_from_anchor, speculators": (speculators(sample_from_anchor=True), ["sample_from_anchor", "false"]),
     "no aux hidden state": (z_lab(method={"use_aux_hidden_state": False}), ["use_aux_hidden_state", "true"]),
@@ -275,7 +308,8 @@ CONFIG_REFUSALS = {
     "draft vocabulary with DFlash 2": (speculators(draft_vocab_size=20), ["draft_vocab_size", "97", "20"]),
     "draft vocabulary without a map": (speculators(dflash2=False, draft_vocab_size=20), ["d2t", "20"]),
     "speculative tokens": (
-        speculators(speculators_config={"proposal_methods": [{"speculative_tokens": 4}]}), ["speculative_tokens", "3", "4"],
+        speculators(speculators_config={"proposal_methods": [{"speculative_tokens": 4}]}),
+        ["speculative_tokens", "3", "4"],
     ),
     "activation": (z_lab(hidden_act="gelu"), ["hidden_act", "silu", "gelu"]),
     "heads": (z_lab(num_attention_heads=3, num_key_value_heads=2), ["num_attention_heads", "3", "2"]),
@@ -380,7 +414,9 @@ def test_projection_alone(tmp_path):
     config = read_drafter_config(folder)
     features = torch.randn(3, 2 * H, generator=torch.Generator().manual_seed(2))
     expected = features @ load_file(folder / "model.safetensors")["model.fc.weight"].T
-    torch.testing.assert_close(load_context_projection(folder, config, "float32", "cpu")(features), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        load_context_projection(folder, config, "float32", "cpu")(features), expected, rtol=1e-5, atol=1e-5
+    )
     write(tmp_path, z_lab(), edit=_change("fc.weight", None))
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
         load_context_projection(folder, config, "float32", "cpu")

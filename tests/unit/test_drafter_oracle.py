@@ -39,8 +39,12 @@ def make_share(vocab=V, padding=0, seed=1):
     weight = torch.randn(vocab, H, generator=generator) * 0.4
     pad = torch.full((padding, H), 1e6)
     return TargetShare(
-        embedding=torch.cat([embedding, pad]), head=lambda hidden: hidden @ weight.T, head_weight=torch.cat([weight, pad]),
-        vocab_size=vocab, hidden_size=H, num_layers=TARGET_LAYERS,
+        embedding=torch.cat([embedding, pad]),
+        head=lambda hidden: hidden @ weight.T,
+        head_weight=torch.cat([weight, pad]),
+        vocab_size=vocab,
+        hidden_size=H,
+        num_layers=TARGET_LAYERS,
     )
 
 
@@ -117,8 +121,11 @@ def official_block(model, cache, features, start, anchor, width, share):
     ids = torch.tensor([[anchor] + [MASK] * width])
     scale = model.config.dflash_config.get("input_embedding_scale", 1.0)
     hidden = model(
-        target_hidden=features[None], noise_embedding=F.embedding(ids, share.embedding) * scale,
-        position_ids=torch.arange(start - features.shape[0], start + width + 1)[None], past_key_values=cache, use_cache=True,
+        target_hidden=features[None],
+        noise_embedding=F.embedding(ids, share.embedding) * scale,
+        position_ids=torch.arange(start - features.shape[0], start + width + 1)[None],
+        past_key_values=cache,
+        use_cache=True,
     )[:, -width:]
     _crop_to(cache, start)
     return hidden
@@ -206,7 +213,10 @@ def test_b18_b19_batch_equals_each_alone(tmp_path, options, dflash2):
     save_drafter(tmp_path, dflash2=dflash2, **options)
     ours = Ours(tmp_path)
     lengths, anchors = [3, 40, 17, 1], [5, 6, 7, 8]
-    contexts = [ours.context(features_of(n, seed=n), (n + 1) // 2) if n > 1 else ours.context(features_of(n, seed=n)) for n in lengths]
+    contexts = [
+        ours.context(features_of(n, seed=n), (n + 1) // 2) if n > 1 else ours.context(features_of(n, seed=n))
+        for n in lengths
+    ]
     together = ours.drafter.block_hidden(anchors, contexts, 4)
     drafts = ours.drafter.draft(anchors, contexts, 4, [0.0] * 4)
     for r, context in enumerate(contexts):
@@ -293,7 +303,9 @@ def test_contexts_grow_together_as_each_alone():
         for one, other in zip(together, alone, strict=True):
             assert one.num_committed == other.num_committed
             for layer in range(3):
-                assert all(torch.equal(a, b) for a, b in zip(one.view(layer, 0)[:2], other.view(layer, 0)[:2], strict=True))
+                assert all(
+                    torch.equal(a, b) for a, b in zip(one.view(layer, 0)[:2], other.view(layer, 0)[:2], strict=True)
+                )
 
 
 def test_b13_block_is_anchor_then_masks(tmp_path, monkeypatch):
@@ -410,7 +422,9 @@ def test_b17_no_candidate_beyond_the_vocabulary(tmp_path, dflash2, own_head):
     for anchor in range(0, 259, 37):
         _, ids = ours.drafter.candidates(ours.drafter.block_hidden([anchor], [context], 4))
         assert ids.max() < 259
-        draft = ours.drafter.draft([anchor], [context], 4, [1.0], torch.rand(1, 4, generator=torch.Generator().manual_seed(anchor)))
+        draft = ours.drafter.draft(
+            [anchor], [context], 4, [1.0], torch.rand(1, 4, generator=torch.Generator().manual_seed(anchor))
+        )
         assert draft.candidate_ids.max() < 259
         assert max(draft.token_ids[0]) < 259
         assert draft.candidate_probs.isfinite().all()
@@ -459,7 +473,9 @@ def test_dflash1_sampled(tmp_path, vocab):
     assert draft.candidate_probs.shape == (1, 4, kept)
     best = logits.topk(kept).indices.sort().values
     assert torch.equal(draft.candidate_ids[0], best)
-    torch.testing.assert_close(draft.candidate_probs[0], (logits.gather(-1, best) / 1.3).softmax(-1), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        draft.candidate_probs[0], (logits.gather(-1, best) / 1.3).softmax(-1), rtol=1e-5, atol=1e-7
+    )
     assert draft.token_ids[0][0] == int(best[0, 0])
     assert draft.token_ids[0][3] >= int(best[3, -10])
 
@@ -491,7 +507,9 @@ def test_matching_rows_race_with_the_noise_of_their_candidates(tmp_path, dflash2
         assert draft.token_ids[2] == alone.token_ids[0]
         assert torch.equal(draft.candidate_ids[2], alone.candidate_ids[0])
         for r in (0, 3):
-            alone = ours.drafter.draft(anchors[r : r + 1], contexts[r : r + 1], 4, temperatures[r : r + 1], None, [True], noise_of(r))
+            alone = ours.drafter.draft(
+                anchors[r : r + 1], contexts[r : r + 1], 4, temperatures[r : r + 1], None, [True], noise_of(r)
+            )
             assert draft.token_ids[r] == alone.token_ids[0]
             assert alone.candidate_ids is None
             assert alone.candidate_probs is None
@@ -554,7 +572,11 @@ def plain_dflash1(folder, features, anchor, width, share, *, halves=True, value_
 
 @pytest.mark.parametrize("option", ["none", "value_scale", "sinks", "pairs", "mask"])
 def test_other_options_written_out(tmp_path, option):
-    method = {"value_scale": {"attention_value_scale": 0.6}, "sinks": {"attention_sink_bias": True}, "pairs": {"is_neox_style": False}}
+    method = {
+        "value_scale": {"attention_value_scale": 0.6},
+        "sinks": {"attention_sink_bias": True},
+        "pairs": {"is_neox_style": False},
+    }
 
     def edit(state):
         if option == "sinks":
@@ -568,7 +590,11 @@ def test_other_options_written_out(tmp_path, option):
     ours = Ours(tmp_path)
     features = features_of(12)
     arguments = {
-        "none": {}, "value_scale": {"value_scale": 0.6}, "sinks": {"sinks": True}, "pairs": {"halves": False}, "mask": {"mask": row},
+        "none": {},
+        "value_scale": {"value_scale": 0.6},
+        "sinks": {"sinks": True},
+        "pairs": {"halves": False},
+        "mask": {"mask": row},
     }
     expected = plain_dflash1(tmp_path, features, 5, 4, ours.share, **arguments[option])
     got = ours.drafter.block_hidden([5], [ours.context(features, 7)], 4)[0]
@@ -596,11 +622,18 @@ def test_the_walks_operator_drafts_the_same(tmp_path, dflash2):
         seeds = [(first + r) % 2**64 for r in range(4)]
         slots = ([seed for seed in seeds for _ in range(4)], [base + 1 + slot for base in bases for slot in range(4)])
         draft = drafter.draft(
-            anchors, contexts, 4, temperatures, uniforms(*slots, Purpose.DRAFT).view(4, 4), [False, False, False, True],
+            anchors,
+            contexts,
+            4,
+            temperatures,
+            uniforms(*slots, Purpose.DRAFT).view(4, 4),
+            [False, False, False, True],
             lambda own, slots=slots: exponentials(slots[0][12:], slots[1][12:], own.flatten(0, 1)).view(own.shape),
         )
         signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds])
         divisor = torch.tensor([0.7, 1e-5, 2.0, 1.0])
-        tokens, probs = selector_walk(unary, ids, *parts, torch.tensor(anchors), divisor, rules, signed, torch.tensor(bases))
+        tokens, probs = selector_walk(
+            unary, ids, *parts, torch.tensor(anchors), divisor, rules, signed, torch.tensor(bases)
+        )
         assert tokens.tolist() == draft.token_ids
         assert torch.equal(probs[[0, 2]], draft.candidate_probs[[0, 2]])

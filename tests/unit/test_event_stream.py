@@ -24,7 +24,14 @@ def chunk(text, ends=False):
 def pieces(chunks, *, chat, num_choices=1):
     """The events of each piece."""
     body = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
-    asked = read_request({**body, "stream": True, "stream_options": {"include_usage": True}}, None, chat=chat, served_model="m", strict=False, max_width=7)
+    asked = read_request(
+        {**body, "stream": True, "stream_options": {"include_usage": True}},
+        None,
+        chat=chat,
+        served_model="m",
+        strict=False,
+        max_width=7,
+    )
 
     async def source():
         for item in chunks:

@@ -58,7 +58,9 @@ GRAMMARS = {
     ),
     "json": schema({"type": "object"}),
     "stuck": schema({"$ref": "#"}),
-    "lark": llguidance.LLMatcher.grammar_from_lark('start: "x" tail\ntail: "yy" %json {"type": "array", "items": {"type": "boolean"}} "."'),
+    "lark": llguidance.LLMatcher.grammar_from_lark(
+        'start: "x" tail\ntail: "yy" %json {"type": "array", "items": {"type": "boolean"}} "."'
+    ),
 }
 
 

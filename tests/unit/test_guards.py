@@ -69,7 +69,13 @@ def test_keys_are_asked_for():
     app = keyed("one", "two")
     for key in ("one", "two"):
         assert call(app, headers={"Authorization": f"Bearer {key}"}).status_code == 200
-    for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Basic one"}, {"Authorization": "Bearer "}):
+    for headers in (
+        {},
+        {"Authorization": "Bearer three"},
+        {"Authorization": "one"},
+        {"Authorization": "Basic one"},
+        {"Authorization": "Bearer "},
+    ):
         answer = call(app, headers=headers)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -176,7 +182,10 @@ def test_what_nobody_expected_is_a_500_without_a_word_of_the_user(caplog):
     answer = call(api, "GET", "/broken", headers={"Origin": "http://page", "x-request-id": "r-1"})
     assert answer.status_code == 500
     assert answer.json()["error"] == {
-        "message": "The service failed on this request. Request id: r-1.", "type": "server_error", "param": None, "code": None,
+        "message": "The service failed on this request. Request id: r-1.",
+        "type": "server_error",
+        "param": None,
+        "code": None,
     }
     assert answer.headers["access-control-allow-origin"] == "http://page"
     assert int(answer.headers["openai-processing-ms"]) >= 0
@@ -207,13 +216,17 @@ def test_an_early_refusal_is_a_429_before_the_body_and_behind_the_keys():
     for path in GENERATING_PATHS:
         answer = call(app, path=path, content=b"{")
         assert answer.status_code == 429
-        assert answer.json() == {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
+        assert answer.json() == {
+            "error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+        }
         assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "2400")
         assert call(app, "GET", path).status_code == 401  # what is no generation goes on
     assert call(app, path="/tokenize").status_code == 401
     refusals[0] = None
     assert call(app, path=GENERATING_PATHS[0]).status_code == 401
-    locked = ApiKeys(EarlyRefusal(echo(), GENERATING_PATHS, lambda: Overloaded("full")), CurrentKeys(KeyDigests(digests("one"))))
+    locked = ApiKeys(
+        EarlyRefusal(echo(), GENERATING_PATHS, lambda: Overloaded("full")), CurrentKeys(KeyDigests(digests("one")))
+    )
     assert call(locked, path=GENERATING_PATHS[0]).status_code == 401
     assert call(locked, path=GENERATING_PATHS[0], headers={"Authorization": "Bearer one"}).status_code == 429
 
@@ -234,6 +247,12 @@ def test_config_keys():
     for origin in ("a.example", "https://a.example/", "https://a.example/x", "http://", "https://a?b", " "):
         with pytest.raises(ConfigError, match="cors_origins"):
             ServiceConfig.from_keys({"cors_origins": (origin,)})
-    for bad in ({"max_queued_tokens": 0}, {"strict_fields": "perhaps"}, {"max_body_bytes": 0}, {"max_body_bytes": True}, {"request_timeout_s": 0}):
+    for bad in (
+        {"max_queued_tokens": 0},
+        {"strict_fields": "perhaps"},
+        {"max_body_bytes": 0},
+        {"max_body_bytes": True},
+        {"request_timeout_s": 0},
+    ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             ServiceConfig.from_keys(bad)

@@ -9,7 +9,13 @@ SCRIPT = Path(__file__).parents[2] / "deploy" / "host_work.py"
 
 
 def test_host_work_is_measured():
-    done = subprocess.run([sys.executable, SCRIPT, "--requests", "3", "--steps", "4"], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--requests", "3", "--steps", "4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     told = json.loads(done.stdout.splitlines()[-1])
     assert (told["requests"], told["steps"]) == (3, 4)
     assert min(told["parts_ms"].values()) > 0

@@ -21,13 +21,20 @@ GROWTH = st.dictionaries(st.sampled_from(["a", "b/x", "b/y", "c/0"]), st.integer
 
 def spec(request_id="r", prompt=3, output=0, max_tokens=20):
     return {
-        "request_id": request_id, "prompt_token_ids": list(range(prompt)), "output_token_ids": list(range(output)),
+        "request_id": request_id,
+        "prompt_token_ids": list(range(prompt)),
+        "output_token_ids": list(range(output)),
         "params": {"max_tokens": max_tokens},
     }
 
 
 def item(num_tokens, *steps, finish_reason=None, request_id="r"):
-    return {"request_id": request_id, "token_ids": list(range(num_tokens)), "steps": list(steps), "finish_reason": finish_reason}
+    return {
+        "request_id": request_id,
+        "token_ids": list(range(num_tokens)),
+        "steps": list(steps),
+        "finish_reason": finish_reason,
+    }
 
 
 def booked(*items, **opened):
@@ -47,7 +54,14 @@ def test_ledgers_add_and_subtract_and_travel():
     ledger.observe("params_n", 2, count=3)
     ledger.add("request_success/stop")
     ledger.add("num_drafts", 0)
-    assert ledger.numbers == {"params_n/0": 2, "params_n/1": 3, "params_n/2": 1, "params_n/5": 1, "params_n/sum": 110.5, "request_success/stop": 1}
+    assert ledger.numbers == {
+        "params_n/0": 2,
+        "params_n/1": 3,
+        "params_n/2": 1,
+        "params_n/5": 1,
+        "params_n/sum": 110.5,
+        "request_success/stop": 1,
+    }
     before = ledger.copy()
     ledger.observe("params_n", 1)
     growth = growth_since(before, ledger.numbers)
@@ -65,12 +79,17 @@ def test_a_stop_behind_the_third_accepted_draft_is_cut():
 
 
 def test_what_one_request_leaves_behind():
-    _, numbers = booked(item(1), item(8, (7, 8, None)), item(1, (0, 1, "load")), item(4, (7, 4, None), finish_reason="length"))
+    _, numbers = booked(
+        item(1), item(8, (7, 8, None)), item(1, (0, 1, "load")), item(4, (7, 4, None), finish_reason="length")
+    )
     assert numbers["request_success/length"] == 1
     assert numbers["emitted_accepted_tokens"] == 10
     assert numbers["first_token_s/sum"] == 1
     assert numbers["inter_token_s/sum"] == 3
-    assert sum(count for key, count in numbers.items() if key.startswith("output_token_s/") and not key.endswith("sum")) == 13
+    assert (
+        sum(count for key, count in numbers.items() if key.startswith("output_token_s/") and not key.endswith("sum"))
+        == 13
+    )
     assert numbers["output_token_s/sum"] == pytest.approx(3)
     assert numbers["time_per_token_s/sum"] == pytest.approx(3 / 13)
     assert numbers["end_to_end_s/sum"] == 5
@@ -102,12 +121,21 @@ def test_a_request_that_goes_on_elsewhere_is_told_once():
 
 def test_the_loop_tells_steps_tokens_and_times(scripted):
     loop = scripted.make_loop(scripted.Drafter())
-    scripted.run(loop, [scripted.spec("r", [1, 2, 3], max_tokens=6), scripted.spec("plain", [4, 5], max_tokens=3, num_speculative_tokens=0)])
+    scripted.run(
+        loop,
+        [
+            scripted.spec("r", [1, 2, 3], max_tokens=6),
+            scripted.spec("plain", [4, 5], max_tokens=3, num_speculative_tokens=0),
+        ],
+    )
     numbers = loop.numbers()
     assert (numbers["prompt_tokens"], numbers["generation_tokens"]) == (5, 9)
     assert numbers["spec_skipped/requested"] == 2
     assert numbers["num_drafts"] == sum(numbers[f"accepted_per_position/{index}"] >= 0 for index in range(2))
-    count = {key: sum(value for name, value in numbers.items() if name.startswith(f"{key}/") and not name.endswith("sum")) for key in ("queue_s", "prefill_s", "decode_s", "inference_s", "verify_s", "iteration_tokens", "draft_wait_s")}
+    count = {
+        key: sum(value for name, value in numbers.items() if name.startswith(f"{key}/") and not name.endswith("sum"))
+        for key in ("queue_s", "prefill_s", "decode_s", "inference_s", "verify_s", "iteration_tokens", "draft_wait_s")
+    }
     assert count["queue_s"] == count["prefill_s"] == count["decode_s"] == count["inference_s"] == 2
     assert count["verify_s"] == count["iteration_tokens"] == loop.num_steps
     assert 0 < count["draft_wait_s"] < loop.num_steps
@@ -130,7 +158,9 @@ def test_generations_never_go_back(events):
         total = generations.total()
         assert all(total.get(key, 0) >= value for key, value in before.items())
         before = total
-    assert {key: value for key, value in generations.total().items() if value} == {key: value for key, value in expected.items() if value}
+    assert {key: value for key, value in generations.total().items() if value} == {
+        key: value for key, value in expected.items() if value
+    }
 
 
 class Handle:
@@ -153,7 +183,17 @@ class Handle:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), GROWTH, st.sampled_from(["", "", "unit", "keeper", "leaves"]), st.sampled_from([None, None, "before", "behind"])), max_size=40))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            GROWTH,
+            st.sampled_from(["", "", "unit", "keeper", "leaves"]),
+            st.sampled_from([None, None, "before", "behind"]),
+        ),
+        max_size=40,
+    )
+)
 def test_the_sum_of_all_units_never_goes_back(events):
     """Units are replaced and leave, answers get lost, and the bookkeeper is replaced: every growth that was told is in the sum once."""
 
@@ -172,7 +212,9 @@ def test_the_sum_of_all_units_never_goes_back(events):
                     await unit.reporter.report()
             if index not in units:
                 units[index] = unit = SimpleNamespace(numbers={}, fails=[])
-                unit.reporter = UnitReporter(Handle(service, unit.fails), counter(unit), lambda index=index: str(index), lambda *told: None)
+                unit.reporter = UnitReporter(
+                    Handle(service, unit.fails), counter(unit), lambda index=index: str(index), lambda *told: None
+                )
             unit = units[index]
             add_up(unit.numbers, growth)
             add_up(expected, growth)
@@ -191,7 +233,9 @@ def test_the_sum_of_all_units_never_goes_back(events):
             total = {}
             for numbers in service.keeper._books.totals.values():
                 add_up(total, numbers)
-            assert {key: value for key, value in total.items() if value} == {key: value for key, value in expected.items() if value}
+            assert {key: value for key, value in total.items() if value} == {
+                key: value for key, value in expected.items() if value
+            }
             assert all(total.get(key, 0) >= value for key, value in seen.items())
             seen = total
 
@@ -209,7 +253,13 @@ def test_a_reader_waits_for_units_that_answer_and_for_no_others():
         clock = SimpleNamespace(now=10.0)
         keeper = Bookkeeper(lambda: clock.now)
         clock.now += 10
-        told = {"engine": "0", "growth": {"a": 1}, "facts": FACTS, "gauges": {"running": 1, "rank_up/target/0": 1}, "last": False}
+        told = {
+            "engine": "0",
+            "growth": {"a": 1},
+            "facts": FACTS,
+            "gauges": {"running": 1, "rank_up/target/0": 1},
+            "last": False,
+        }
         await keeper.report({**told, "source": "x", "number": 1, "round": 0})
 
         async def answer():
@@ -222,7 +272,9 @@ def test_a_reader_waits_for_units_that_answer_and_for_no_others():
         clock.now += 6  # silent
         reading = await asyncio.wait_for(keeper.read(), 60)
         assert reading["gauges"]["0"] == {"rank_up/target/0": 0}
-        await keeper.report({**told, "source": "y", "number": 1, "round": 2, "gauges": {"running": 5}})  # the one that replaces it
+        await keeper.report(
+            {**told, "source": "y", "number": 1, "round": 2, "gauges": {"running": 5}}
+        )  # the one that replaces it
         assert (await keeper.read())["gauges"]["0"] == {"running": 5}
         clock.now += 61
         assert (await keeper.read())["gauges"] == {}
@@ -249,6 +301,8 @@ def test_ray_is_told_the_same_buckets_and_sum(values):
     for value in values:
         ledger[sum(value > bound for bound in bounds)] += 1
     chosen = values_in(bounds, ledger, sum(values))
-    assert sum(value * count for value, count in zip(chosen, ledger, strict=True)) == pytest.approx(sum(values), rel=1e-3, abs=1e-3)
+    assert sum(value * count for value, count in zip(chosen, ledger, strict=True)) == pytest.approx(
+        sum(values), rel=1e-3, abs=1e-3
+    )
     for low, value, high in zip((0, *bounds), chosen, (*bounds, float("inf")), strict=True):
         assert low < value <= high

@@ -7,7 +7,18 @@ from torch.nn import functional as F
 from dflash2_ray.models import linear
 from dflash2_ray.models.linear import PackedLinear, compute_dtype, has_native_bf16, padded_rows
 
-SHAPES = [(256, 256), (256, 640), (2048, 256), (576, 1536), (512, 2048), (100, 72), (33, 65), (7, 3), (1, 257), (513, 31)]
+SHAPES = [
+    (256, 256),
+    (256, 640),
+    (2048, 256),
+    (576, 1536),
+    (512, 2048),
+    (100, 72),
+    (33, 65),
+    (7, 3),
+    (1, 257),
+    (513, 31),
+]
 COUNTS = [*range(1, 41), 100, 129, 200]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -67,7 +78,9 @@ def test_equals_the_plain_product(shape, dtype, bias):
 def test_backends_are_what_the_machine_can_do():
     names = {dtype: PackedLinear(make((64, 64), dtype)[0]).backend for dtype in DTYPES}
     assert names[torch.float32] in ("onednn", "plain")
-    assert names[torch.bfloat16] in (("avx512_bf16", "onednn", "plain") if has_native_bf16() else ("fp16", "onednn", "plain"))
+    assert names[torch.bfloat16] in (
+        ("avx512_bf16", "onednn", "plain") if has_native_bf16() else ("fp16", "onednn", "plain")
+    )
 
 
 def test_without_onednn_the_plain_product_serves(monkeypatch):

@@ -32,9 +32,26 @@ def test_json_lines_have_role_request_and_traceback(package, monkeypatch):
     except ValueError:
         package.exception("request %s: failed", "r1", extra={"request_id": "r1"})
     first, second = [json.loads(line) for line in written.getvalue().splitlines()]
-    assert (first["message"], first["levelname"], first["role"], first["process"]) == ("6 layers", "INFO", "target rank 1", os.getpid())
-    assert first.keys() - {"timestamp_ns"} == {"asctime", "levelname", "message", "filename", "lineno", "process", "role"}
-    assert (second["message"], second["request_id"], second["filename"]) == ("request r1: failed", "r1", "test_log_lines.py")
+    assert (first["message"], first["levelname"], first["role"], first["process"]) == (
+        "6 layers",
+        "INFO",
+        "target rank 1",
+        os.getpid(),
+    )
+    assert first.keys() - {"timestamp_ns"} == {
+        "asctime",
+        "levelname",
+        "message",
+        "filename",
+        "lineno",
+        "process",
+        "role",
+    }
+    assert (second["message"], second["request_id"], second["filename"]) == (
+        "request r1: failed",
+        "r1",
+        "test_log_lines.py",
+    )
     assert "ValueError: two\nlines" in second["exc_text"]
 
 

@@ -29,6 +29,7 @@ OPTIONS = [
 
 def rows_of(requests):
     """VerifyRows of [(drafts, ids, q, options)]; matching unless the options say otherwise."""
+
     def option(name, default):
         return [request[3].get(name, default) for request in requests]
 
@@ -72,6 +73,7 @@ FIRST = 5  # the absolute position of the first token that is decided; token 0 s
 
 def racing(temperature=1.0, temper=lambda noise: noise):
     """A drafter that races over its four best tokens."""
+
     def draft(seed, position, previous):
         ids = DRAFTED[previous].topk(4).indices.sort().values
         q = torch.softmax(DRAFTED[previous, ids] / temperature, -1)
@@ -107,7 +109,9 @@ def texts(seeds, length, draft=None, width=3, options=OPTIONS[0]):
             logits.append(LANGUAGE[path])
             requests.append((path[1:], None, None, {**options, "seed": seed, "position": position}))
         verdict = verify(torch.cat(logits), rows_of(requests))
-        for seed, request, accepted, token in zip(running, requests, verdict.num_accepted, verdict.next_token, strict=True):
+        for seed, request, accepted, token in zip(
+            running, requests, verdict.num_accepted, verdict.next_token, strict=True
+        ):
             text[seed] += [*request[0][:accepted], token]
             total += accepted
     return {seed: tuple(one[:length]) for seed, one in text.items()}, total
@@ -124,7 +128,13 @@ def test_the_text_is_the_same_whatever_is_drafted(options):
 
 def test_shared_noise_is_what_lets_drafts_stand():
     accepted = {name: texts(range(40), 12, draft)[1] for name, draft in DRAFTERS.items()}
-    for name in ("noise upside down", "noise of another position", "constant", "the least likely", "by its own uniforms"):
+    for name in (
+        "noise upside down",
+        "noise of another position",
+        "constant",
+        "the least likely",
+        "by its own uniforms",
+    ):
         assert accepted[name] < 0.75 * accepted["racing"], (name, accepted)
 
 
@@ -227,10 +237,22 @@ def test_a_verdict_does_not_depend_on_the_batch(rule):
         for slot, draft in enumerate(drafts):
             own[slot, draft] += 4.0  # so that drafts often stand
         logits.append(own)
-        kind = [{"temperature": 0.0}, {"matching": False}, {}, {"top_k": 9, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.7}]
+        kind = [
+            {"temperature": 0.0},
+            {"matching": False},
+            {},
+            {"top_k": 9, "top_p": 0.9},
+            {"min_p": 0.1},
+            {"temperature": 0.7},
+        ]
         known = i % 6 == 1
         requests.append(
-            (drafts, ids if known else None, q if known else None, {**kind[i % 6], "seed": i % 7, "position": 30 + i % 3})
+            (
+                drafts,
+                ids if known else None,
+                q if known else None,
+                {**kind[i % 6], "seed": i % 7, "position": 30 + i % 3},
+            )
         )
     together = verify(torch.cat(logits), rows_of(requests), rule)
     alone = [verify(own, rows_of([request]), rule) for own, request in zip(logits, requests, strict=True)]

@@ -87,7 +87,11 @@ def test_names_types_and_labels():
     found = families(exposition(state(), GAUGES))
     cache = found.pop("vllm:cache_config_info")
     assert cache.samples[0].labels == {
-        "engine": "0", "block_size": "16", "num_gpu_blocks": "10", "cache_dtype": "auto", "gpu_memory_utilization": "0.9",
+        "engine": "0",
+        "block_size": "16",
+        "num_gpu_blocks": "10",
+        "cache_dtype": "auto",
+        "gpu_memory_utilization": "0.9",
         "enable_prefix_caching": "True",
     }
     assert {name: one.type for name, one in found.items()} == {name: kind for name, (kind, _) in (VLLM | OURS).items()}
@@ -100,17 +104,39 @@ def test_names_types_and_labels():
 
 def test_what_has_not_happened_is_told_at_0():
     found = families(exposition(state(), {}))
-    told = {name: {tuple(value for label, value in sample.labels.items() if label not in ("model_name", "engine")) for sample in found[name].samples} for name in ("vllm:request_success", "vllm:admission_rejections", "dflash2:spec_skipped", "vllm:spec_decode_num_accepted_tokens_per_pos")}
+    told = {
+        name: {
+            tuple(value for label, value in sample.labels.items() if label not in ("model_name", "engine"))
+            for sample in found[name].samples
+        }
+        for name in (
+            "vllm:request_success",
+            "vllm:admission_rejections",
+            "dflash2:spec_skipped",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+        )
+    }
     assert told["vllm:request_success"] == {("stop",), ("length",), ("abort",), ("error",)}
     assert told["vllm:admission_rejections"] == {("max_num_queued_reqs",), ("max_num_queued_tokens",)}
-    assert told["dflash2:spec_skipped"] == {("requested",), ("drafter_unavailable",), ("drafter_timeout",), ("context_too_long",), ("load",), ("warmup",)}
+    assert told["dflash2:spec_skipped"] == {
+        ("requested",),
+        ("drafter_unavailable",),
+        ("drafter_timeout",),
+        ("context_too_long",),
+        ("load",),
+        ("warmup",),
+    }
     assert told["vllm:spec_decode_num_accepted_tokens_per_pos"] == {(str(index),) for index in range(7)}
     assert "vllm:num_requests_running" not in {name for name, one in found.items() if one.samples}
 
 
 @pytest.mark.parametrize("name", BUCKETS)
 def test_buckets(name):
-    bounds = [sample.labels["le"] for sample in families(exposition(state(), {}))[name].samples if sample.name.endswith("_bucket")]
+    bounds = [
+        sample.labels["le"]
+        for sample in families(exposition(state(), {}))[name].samples
+        if sample.name.endswith("_bucket")
+    ]
     assert (bounds[0], bounds[-2], bounds[-1]) == (*BUCKETS[name], "+Inf")
     if name == "dflash2:request_acceptance_length":
         assert [float(bound) for bound in bounds[:-1]] == [1 + index / 2 for index in range(15)]
@@ -120,7 +146,10 @@ def test_a_histogram_is_summed_up():
     ledger = Ledger()
     for value in (1, 1.2, 4, 8, 300):
         ledger.observe("acceptance_length", value)
-    samples = {(one.name.rsplit("_", 1)[1], one.labels.get("le")): one.value for one in families(exposition(state(ledger), {}))["dflash2:request_acceptance_length"].samples}
+    samples = {
+        (one.name.rsplit("_", 1)[1], one.labels.get("le")): one.value
+        for one in families(exposition(state(ledger), {}))["dflash2:request_acceptance_length"].samples
+    }
     assert [samples["bucket", le] for le in ("1.0", "1.5", "3.5", "4.0", "8.0", "+Inf")] == [1, 2, 2, 3, 4, 5]
     assert (samples["sum", None], samples["count", None]) == (pytest.approx(314.2), 5)
 
@@ -128,7 +157,12 @@ def test_a_histogram_is_summed_up():
 def test_what_vllm_bench_serve_reads():
     """It keeps lines that start with vllm:spec_decode and whose name ends in _total, and sums them over labels."""
     ledger = Ledger()
-    for key, count in {"num_drafts": 3, "num_draft_tokens": 21, "num_accepted_tokens": 10, "accepted_per_position/3": 1}.items():
+    for key, count in {
+        "num_drafts": 3,
+        "num_draft_tokens": 21,
+        "num_accepted_tokens": 10,
+        "accepted_per_position/3": 1,
+    }.items():
         ledger.add(key, count)
     found = {}
     for line in exposition(state(ledger), GAUGES).decode().splitlines():
@@ -139,7 +173,15 @@ def test_what_vllm_bench_serve_reads():
     assert found["vllm:spec_decode_num_drafts_total", ""] == 3
     assert found["vllm:spec_decode_num_draft_tokens_total", ""] == 21
     assert found["vllm:spec_decode_num_accepted_tokens_total", ""] == 10
-    assert [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(index)] for index in range(7)] == [0, 0, 0, 1, 0, 0, 0]
+    assert [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(index)] for index in range(7)] == [
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_sglang_names_are_an_option():

@@ -37,7 +37,9 @@ def test_console_script_and_versions_agree():
 
 
 def test_constraints_pin_what_pyproject_asks_for():
-    pins = dict(line.lower().split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    pins = dict(
+        line.lower().split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
     text = (ROOT / "pyproject.toml").read_text()
     wanted = set(re.findall(r'^\s*"([a-zA-Z0-9_.-]+)(?:\[[a-z,]+\])?[<>=]', text, re.M)) - {"setuptools"}
     normal = {name.replace("_", "-"): value for name, value in pins.items()}
@@ -47,14 +49,33 @@ def test_constraints_pin_what_pyproject_asks_for():
 def test_wheel_holds_exactly_the_two_packages_and_the_assets(tmp_path):
     pytest.importorskip("setuptools")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(ROOT)],
-        capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-q",
+            "-w",
+            str(tmp_path),
+            str(ROOT),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"dflash2_ray", "dflash2_kernels"}
-    for asset in ("target/model.safetensors", "drafter/model.safetensors", "target/tokenizer.json", "prompts.json", "README.md"):
+    for asset in (
+        "target/model.safetensors",
+        "drafter/model.safetensors",
+        "target/tokenizer.json",
+        "prompts.json",
+        "README.md",
+    ):
         assert f"dflash2_ray/assets/{asset}" in names
     assert "dflash2_ray/py.typed" in names
     assert "dflash2_kernels/py.typed" in names
@@ -72,7 +93,9 @@ def test_no_machine_path_and_no_shared_folder_in_tracked_files():
 
 
 def test_layers_hold():
-    done = subprocess.run([str(Path(sys.executable).with_name("lint-imports"))], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports"))], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:]
 
 

@@ -22,7 +22,11 @@ class PagePoolMachine(RuleBasedStateMachine):
     def owners(self):
         return sorted(self.keys)
 
-    @rule(expected=st.integers(0, 30), tokens=st.lists(st.integers(0, 1), min_size=12, max_size=12), most=st.integers(0, 12))
+    @rule(
+        expected=st.integers(0, 30),
+        tokens=st.lists(st.integers(0, 1), min_size=12, max_size=12),
+        most=st.integers(0, 12),
+    )
     def open(self, expected, tokens, most):
         owner = f"r{self.counter}"
         self.counter += 1

@@ -169,7 +169,9 @@ def test_late_proposals_decode_plainly_in_the_same_step(scripted):
 def test_prefill_fills_the_wait_for_proposals(scripted):
     """The virtual clock stands still while nobody waits, so a proposal just asked for is always a known time away."""
     drafter = asynchronous(scripted)()
-    loop = make_split(scripted, drafter, clock=lambda: 0.0, max_model_len=128, drafter_max_model_len=128, num_kv_pages=200)
+    loop = make_split(
+        scripted, drafter, clock=lambda: 0.0, max_model_len=128, drafter_max_model_len=128, num_kv_pages=200
+    )
     for rows in (8, 16, 32):
         for count in (1, 2):
             loop.control.draft_times.observe(count, rows, 0.010)
@@ -191,9 +193,14 @@ def test_random_mixes(scripted, seed):
     names = list(scripted.PATTERNS)
     drafter = asynchronous(scripted)(scripted.PATTERNS[chance.choice(names)])
     loop = make_split(
-        scripted, drafter, pipeline=chance.choice(["split", "auto"]), max_num_seqs=chance.choice([2, 3, 7]),
-        num_kv_pages=chance.choice([18, 24, 64]), max_num_batched_tokens=chance.choice([28, 40, 64]),
-        draft_width=chance.choice(["auto", "fixed"]), drafter_max_model_len=chance.choice([30, 64]),
+        scripted,
+        drafter,
+        pipeline=chance.choice(["split", "auto"]),
+        max_num_seqs=chance.choice([2, 3, 7]),
+        num_kv_pages=chance.choice([18, 24, 64]),
+        max_num_batched_tokens=chance.choice([28, 40, 64]),
+        draft_width=chance.choice(["auto", "fixed"]),
+        drafter_max_model_len=chance.choice([30, 64]),
     )
     specs, aborted = [], set()
     for i in range(14):
@@ -226,7 +233,8 @@ def test_random_mixes(scripted, seed):
             tokens, last = results[one.request_id]
             assert tokens == serial[one.request_id][0]
             assert (last.finish_reason, last.stop_reason) == (
-                serial[one.request_id][1].finish_reason, serial[one.request_id][1].stop_reason,
+                serial[one.request_id][1].finish_reason,
+                serial[one.request_id][1].stop_reason,
             )
     assert loop.pool.num_free == loop.pool.num_pages
     assert drafter.contexts == {}

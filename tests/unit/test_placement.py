@@ -24,8 +24,11 @@ def config(**keys):
         ({"drafter": "none", "drafter_placement": "separate"}, 8, [{"CPU": 0.1}, {"GPU": 1, "CPU": 1}], (1,), None),
         ({"device": "cpu"}, 8, [{"CPU": 0.1}, {"CPU": 0.5}], (1,), None),
         (
-            {"tensor_parallel_size": 2, "rank_placement": "spread"}, 3,
-            [{"CPU": 0.1}, {"GPU": 1, "CPU": 1}, {"GPU": 1, "CPU": 1}, {"GPU": 1, "CPU": 1}], (1, 2), 3,
+            {"tensor_parallel_size": 2, "rank_placement": "spread"},
+            3,
+            [{"CPU": 0.1}, {"GPU": 1, "CPU": 1}, {"GPU": 1, "CPU": 1}, {"GPU": 1, "CPU": 1}],
+            (1, 2),
+            3,
         ),
     ],
     ids=str,
@@ -50,13 +53,24 @@ def seats(keys, cluster):
 
 
 def test_the_map_keeps_ranks_together_and_the_drafter_near():
-    assert seats({"tensor_parallel_size": 2}, "a=4,b=1") == [("a", 0, 0, "rank 0"), ("a", 1, 0, "rank 1"), ("a", 2, 0, "drafter")]
-    assert seats({"tensor_parallel_size": 2}, "b=1,a=2") == [("a", 0, 0, "rank 0"), ("a", 1, 0, "rank 1"), ("b", 0, 0, "drafter")]
+    assert seats({"tensor_parallel_size": 2}, "a=4,b=1") == [
+        ("a", 0, 0, "rank 0"),
+        ("a", 1, 0, "rank 1"),
+        ("a", 2, 0, "drafter"),
+    ]
+    assert seats({"tensor_parallel_size": 2}, "b=1,a=2") == [
+        ("a", 0, 0, "rank 0"),
+        ("a", 1, 0, "rank 1"),
+        ("b", 0, 0, "drafter"),
+    ]
     spread = seats({"tensor_parallel_size": 2, "rank_placement": "spread", "drafter_placement": "colocated"}, "1,1")
     assert spread == [("node0", 0, 0, "rank 0"), ("node1", 0, 0, "rank 1")]
     labelled = seats({"drafter_labels": "role=draft"}, "a=2,b=1:role=draft")
     assert labelled == [("a", 0, 0, "rank 0"), ("b", 0, 0, "drafter")]
-    assert seats({"num_replicas": 2, "drafter_placement": "colocated"}, "1,1") == [("node0", 0, 0, "rank 0"), ("node1", 0, 1, "rank 0")]
+    assert seats({"num_replicas": 2, "drafter_placement": "colocated"}, "1,1") == [
+        ("node0", 0, 0, "rank 0"),
+        ("node1", 0, 1, "rank 0"),
+    ]
     assert seats({"device": "cpu"}, "4") == []
 
 
@@ -68,8 +82,16 @@ def test_no_gpu_is_taken_twice():
 @pytest.mark.parametrize(
     ("keys", "cluster", "says"),
     [
-        ({"tensor_parallel_size": 2}, "1,1", r"needs 2 free GPUs on one node for rank 0, rank 1; tried: node0 \[0: free\]"),
-        ({"tensor_parallel_size": 2, "drafter_placement": "separate"}, "2", r"drafter; tried: node0 \[0: unit 0 rank 0, 1: unit 0"),
+        (
+            {"tensor_parallel_size": 2},
+            "1,1",
+            r"needs 2 free GPUs on one node for rank 0, rank 1; tried: node0 \[0: free\]",
+        ),
+        (
+            {"tensor_parallel_size": 2, "drafter_placement": "separate"},
+            "2",
+            r"drafter; tried: node0 \[0: unit 0 rank 0, 1: unit 0",
+        ),
         ({"drafter_labels": "role=draft"}, "4", "with labels role=draft for drafter"),
         ({"device": "cuda"}, "0", r"node0 \[no GPU\]"),
     ],

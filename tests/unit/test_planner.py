@@ -38,7 +38,9 @@ def best(known, num_requests, held=(MAX, "serial"), schedules=("serial", "split"
     return choose(known, Load.of({MAX: num_requests}), width_grid(MAX), schedules, held)[0]
 
 
-@pytest.mark.parametrize(("most", "grid"), [(7, (0, 1, 3, 5, 7)), (15, (0, 1, 3, 5, 7, 11, 15)), (4, (0, 1, 3, 4)), (1, (0, 1)), (0, (0,))])
+@pytest.mark.parametrize(
+    ("most", "grid"), [(7, (0, 1, 3, 5, 7)), (15, (0, 1, 3, 5, 7, 11, 15)), (4, (0, 1, 3, 4)), (1, (0, 1)), (0, (0,))]
+)
 def test_the_largest_width_is_always_on_the_grid(most, grid):
     assert width_grid(most) == grid
 
@@ -59,7 +61,9 @@ def test_compute_bound_drafts_narrower_and_bad_drafts_not_at_all():
 
     assert 0 < best(earlier(verify, draft, a=0.8), 16).width < MAX
     assert best(earlier(verify, draft, a=0.2), 16).width == 0
-    assert best(earlier(compute_bound, draft, a=0.97), 16).width == 0  # every row costs as much as the token it may bring
+    assert (
+        best(earlier(compute_bound, draft, a=0.97), 16).width == 0
+    )  # every row costs as much as the token it may bring
     widths = [best(earlier(verify, draft, a=a), 16).width for a in (0.3, 0.5, 0.7, 0.9, 0.97)]
     assert widths == sorted(widths)
     assert widths[-1] == MAX
@@ -104,7 +108,9 @@ def test_small_gains_change_nothing():
         return 1.0 if rows <= 12 else 1.0 * 1.02 * (sum(0.8**j for j in range(8)) / sum(0.8**j for j in range(6)))
 
     known = EarlierSteps(table(verify, (12, 16)), table(lambda rows: 1e-9), tuple(0.8 ** (j + 1) for j in range(MAX)))
-    assert predict(known, Load.of({MAX: 2}), 5).tokens_per_s > 1.015 * predict(known, Load.of({MAX: 2}), MAX).tokens_per_s
+    assert (
+        predict(known, Load.of({MAX: 2}), 5).tokens_per_s > 1.015 * predict(known, Load.of({MAX: 2}), MAX).tokens_per_s
+    )
     assert best(known, 2).width == MAX
     assert best(known, 2, held=(5, "serial")).width == 5
 
@@ -137,7 +143,9 @@ def test_a_change_of_load_is_decided_at_once_and_nothing_else_before_sixteen_ste
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([memory_bound, compute_bound, lambda rows: 0.005 + 1e-4 * rows]),
-    st.floats(0.01, 2.0), st.floats(0.0, 1.0), st.sampled_from([1, 2, 8, 32]),
+    st.floats(0.01, 2.0),
+    st.floats(0.0, 1.0),
+    st.sampled_from([1, 2, 8, 32]),
 )
 def test_probes_cost_less_than_one_percent(verify, draft_share, a, requests):
     control = adaptive(verify, lambda rows: draft_share * verify(rows), a)

@@ -52,7 +52,9 @@ def test_the_same_prompt_again_computes_one_token(scripted, guarded):
 def test_a_prompt_of_whole_pages_leaves_the_last_one_to_compute(scripted, guarded):
     loop = guarded(scripted.Drafter())
     for name in ("a", "b"):
-        assert scripted.run(loop, [scripted.spec(name, PROMPT[:32], max_tokens=9)])[name][0] == scripted.continuation(PROMPT[:32], 9)
+        assert scripted.run(loop, [scripted.spec(name, PROMPT[:32], max_tokens=9)])[name][0] == scripted.continuation(
+            PROMPT[:32], 9
+        )
     assert loop.pool.cache.num_hit_tokens == 28
 
 
@@ -63,7 +65,9 @@ def test_the_next_turn_starts_behind_the_answer(scripted, guarded):
     tokens, last = scripted.run(loop, [scripted.spec("b", turn, max_tokens=8)])["b"]
     assert tokens == scripted.continuation(turn, 8)
     assert last.stats["num_accepted_draft_tokens"] > 0
-    assert loop.pool.cache.num_hit_tokens == 44  # 47 tokens have keys and values: the last one of the answer never got any
+    assert (
+        loop.pool.cache.num_hit_tokens == 44
+    )  # 47 tokens have keys and values: the last one of the answer never got any
 
 
 def test_b23_requests_that_share_pages_side_by_side(scripted, guarded):
@@ -103,7 +107,9 @@ def test_pages_without_context_rows_serve_plain_requests_only(scripted, guarded)
     loop = guarded(drafter)
     plain = {"max_tokens": 12, "num_speculative_tokens": 0}
     scripted.run(loop, [scripted.spec("plain", PROMPT, **plain)])
-    assert scripted.run(loop, [scripted.spec("plain2", PROMPT, **plain)])["plain2"][0] == scripted.continuation(PROMPT, 12)
+    assert scripted.run(loop, [scripted.spec("plain2", PROMPT, **plain)])["plain2"][0] == scripted.continuation(
+        PROMPT, 12
+    )
     assert loop.pool.cache.num_hit_tokens == 32
     drafted = scripted.run(loop, [scripted.spec("drafted", PROMPT, max_tokens=12)])["drafted"]
     assert loop.pool.cache.num_hit_tokens == 32  # no hit: what it would have to be told is not there
@@ -167,7 +173,9 @@ def test_a_resumed_request_starts_behind_its_cached_tokens(scripted, guarded):
     loop = guarded(scripted.Drafter(scripted.PATTERNS["MIX"]))
     reference = scripted.run(loop, [scripted.spec("aa", PROMPT, max_tokens=24)])["aa"][0]
     for emitted in (1, 7, 16, 23):
-        resumed = RequestSpec("aa", tuple(PROMPT), SamplingParams(temperature=0.0, max_tokens=24), tuple(reference[:emitted]))
+        resumed = RequestSpec(
+            "aa", tuple(PROMPT), SamplingParams(temperature=0.0, max_tokens=24), tuple(reference[:emitted])
+        )
         rows = scripted.computed(loop)
         tokens, _ = scripted.run(loop, [resumed])["aa"]
         assert reference[:emitted] + tokens == reference
@@ -209,12 +217,24 @@ def test_any_load_under_pressure_is_what_it_is_without_a_cache(scripted, guarded
         prompt = [*trunk[: chance.randint(1, len(trunk))], *(chance.randrange(3) for _ in range(chance.randint(0, 6)))]
         width = chance.choice([None, None, None, 0, 2])
         name = f"r{index:02}"
-        specs.append(scripted.spec(name, prompt, max_tokens=chance.randint(1, 24), **({} if width is None else {"num_speculative_tokens": width})))
+        specs.append(
+            scripted.spec(
+                name,
+                prompt,
+                max_tokens=chance.randint(1, 24),
+                **({} if width is None else {"num_speculative_tokens": width}),
+            )
+        )
     mix = scripted.PATTERNS["MIX"]
-    plain = scripted.run(scripted.make_loop(scripted.Drafter(mix), num_kv_pages=400, enable_prefix_caching=False), specs)
+    plain = scripted.run(
+        scripted.make_loop(scripted.Drafter(mix), num_kv_pages=400, enable_prefix_caching=False), specs
+    )
     drafter = scripted.Drafter(mix)
     loop = guarded(
-        drafter, loop_class=loop_class, num_kv_pages=chance.choice([18, 22, 40]), max_num_seqs=6,
+        drafter,
+        loop_class=loop_class,
+        num_kv_pages=chance.choice([18, 22, 40]),
+        max_num_seqs=6,
         max_num_batched_tokens=chance.choice([28, 64]),
     )
     cancelled = {one.request_id for one in specs if chance.random() < 0.1}

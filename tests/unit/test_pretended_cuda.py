@@ -89,7 +89,9 @@ def check_texts(loop):
     for kind in KINDS:
         assert len(drafted[kind]) == 8
         assert kind == "drawn" or drafted[kind] == plain[kind]
-    assert not {"failed_drafts", "num_lost", "num_failed_asks"} & {name for name, count in loop.draft_port.counters().items() if count}
+    assert not {"failed_drafts", "num_lost", "num_failed_asks"} & {
+        name for name, count in loop.draft_port.counters().items() if count
+    }
 
 
 @pytest.mark.parametrize("transport", ["socket", "gloo"])

@@ -79,7 +79,9 @@ def test_a_command_is_one_that_its_program_takes(words):
             (application,) = yaml.safe_load((ROOT / path).read_text())["applications"]
             assert application["import_path"] == "dflash2_ray.app"
         case ["curl", url, *rest]:
-            assert f'"{url.removeprefix("http://127.0.0.1:8000")}"' in (ROOT / "dflash2_ray/serving/routes.py").read_text()
+            assert (
+                f'"{url.removeprefix("http://127.0.0.1:8000")}"' in (ROOT / "dflash2_ray/serving/routes.py").read_text()
+            )
             json.loads(rest[rest.index("-d") + 1])
         case ["docker", "build", *rest]:
             assert (ROOT / rest[rest.index("-f") + 1]).is_file()
@@ -91,7 +93,16 @@ def test_a_command_is_one_that_its_program_takes(words):
 
 def test_every_kind_of_command_is_there():
     """The search above finds what it should."""
-    assert {words[0] for words in ALL} >= {"./deploy/quickstart", "./tests/run", "tests/run", "serve", "curl", "dflash2-ray", "docker", "python"}
+    assert {words[0] for words in ALL} >= {
+        "./deploy/quickstart",
+        "./tests/run",
+        "tests/run",
+        "serve",
+        "curl",
+        "dflash2-ray",
+        "docker",
+        "python",
+    }
     assert {words[1] for words in ALL if words[0] == "dflash2-ray"} >= {"check", "generate", "chat", "bench", "verify"}
 
 

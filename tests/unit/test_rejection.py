@@ -18,6 +18,7 @@ LAST = 1 - 1 / GRID
 
 def rows_of(requests):
     """VerifyRows of [(drafts, ids, q, options)]; options: temperature, top_k, top_p, min_p, seed, position."""
+
     def option(name, default):
         return [request[3].get(name, default) for request in requests]
 
@@ -153,10 +154,13 @@ def drafter(seed, vocab, kind, p):
     return row
 
 
-CASES = [(vocab, slots, p, q)
-         for vocab, slots in ((5, 1), (3, 2), (2, 3))
-         for p in ("dense", "zeros") for q in ("dense", "zeros", "sparse", "one_hot", "peaked", "same")
-         if not (vocab == 2 and q == "sparse")]
+CASES = [
+    (vocab, slots, p, q)
+    for vocab, slots in ((5, 1), (3, 2), (2, 3))
+    for p in ("dense", "zeros")
+    for q in ("dense", "zeros", "sparse", "one_hot", "peaked", "same")
+    if not (vocab == 2 and q == "sparse")
+]
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
@@ -277,7 +281,9 @@ def test_a_verdict_does_not_depend_on_the_batch(rule):
         drafts = ids.gather(1, q.argmax(-1, keepdim=True))[:, 0].tolist() if count else []
         known = i % 3 and count
         options = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 9, "top_p": 0.8}, {"min_p": 0.1}][i % 4]
-        requests.append((drafts, ids if known else None, q if known else None, {**options, "seed": i, "position": 30 + i}))
+        requests.append(
+            (drafts, ids if known else None, q if known else None, {**options, "seed": i, "position": 30 + i})
+        )
         own = torch.randn(count + 1, 50, generator=generator)
         for slot, draft in enumerate(drafts):
             own[slot, draft] += 3.0  # so that drafts often stand

@@ -47,7 +47,9 @@ def short(value):
     return repr(value)[:24]
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=short)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=short
+)
 def test_a_bad_option_is_refused_by_name(name, value):
     for build in (SamplingParams, SamplingParams.from_keywords):
         with pytest.raises(InvalidRequest, match=name) as caught:
@@ -93,7 +95,9 @@ def test_greedy(temperature, greedy):
 
 
 def check(prompt, output=(), vocab_size=259, max_model_len=64, **params):
-    check_spec(RequestSpec("r", prompt, SamplingParams(**params), output), vocab_size=vocab_size, max_model_len=max_model_len)
+    check_spec(
+        RequestSpec("r", prompt, SamplingParams(**params), output), vocab_size=vocab_size, max_model_len=max_model_len
+    )
 
 
 @pytest.mark.parametrize("prompt", [(), []])
@@ -210,7 +214,10 @@ def test_no_row_of_the_table_is_shadowed():
 
 @pytest.mark.parametrize("error", EVERY, ids=repr)
 def test_errors_survive_pickle_and_copy(error):
-    for again in (*(pickle.loads(pickle.dumps(error, p)) for p in range(2, pickle.HIGHEST_PROTOCOL + 1)), copy.copy(error)):
+    for again in (
+        *(pickle.loads(pickle.dumps(error, p)) for p in range(2, pickle.HIGHEST_PROTOCOL + 1)),
+        copy.copy(error),
+    ):
         assert type(again) is type(error)
         assert str(again) == str(error)
         for name in ("message", "param", "code", "retry_after_s"):

@@ -45,7 +45,10 @@ def test_a_json_object():
 def test_a_schema():
     schema = {
         "type": "object",
-        "properties": {"kind": {"enum": ["x", "y"]}, "sizes": {"type": "array", "items": {"$ref": "#/$defs/size"}, "maxItems": 2}},
+        "properties": {
+            "kind": {"enum": ["x", "y"]},
+            "sizes": {"type": "array", "items": {"$ref": "#/$defs/size"}, "maxItems": 2},
+        },
         "required": ["kind", "sizes"],
         "additionalProperties": False,
         "$defs": {"size": {"type": "integer", "minimum": 1, "maximum": 20}},
@@ -58,7 +61,12 @@ def test_a_schema():
         grammar = response_grammar(json_schema(schema, strict=strict, description="what it is"))
         assert takes(grammar, '{"kind": "x", "sizes": [1, 20]}')
         assert takes(grammar, '{"kind":"y","sizes":[]}')
-        for text in ('{"kind": "z", "sizes": []}', '{"kind": "x", "sizes": [21]}', '{"kind": "x"}', '{"kind": "x", "sizes": [1, 2, 3]}'):
+        for text in (
+            '{"kind": "z", "sizes": []}',
+            '{"kind": "x", "sizes": [21]}',
+            '{"kind": "x"}',
+            '{"kind": "x", "sizes": [1, 2, 3]}',
+        ):
             assert not takes(grammar, text)
 
 
@@ -124,7 +132,11 @@ SCHEMA = "response_format.json_schema.schema"
         ({"if": {}, "then": {}}, SCHEMA, "'if'"),
         ({"properties": {"a": {"contains": {}}}}, SCHEMA + ".properties.a", "'contains'"),
         ({"properties": {"a": {"maximun": 3}}}, SCHEMA + ".properties.a", "'maximun'"),
-        ({"$defs": {"unused": {"anyOf": [{}, {"propertyNames": {}}]}}}, SCHEMA + ".$defs.unused.anyOf[1]", "'propertyNames'"),
+        (
+            {"$defs": {"unused": {"anyOf": [{}, {"propertyNames": {}}]}}},
+            SCHEMA + ".$defs.unused.anyOf[1]",
+            "'propertyNames'",
+        ),
         ({"type": "string", "nullable": True}, SCHEMA, "'nullable'"),
         ({"type": "object", "x-guidance": {"lenient": True}}, SCHEMA, "'x-guidance'"),
         ({"items": {"$id": "x"}}, SCHEMA + ".items", "'$id'"),
@@ -161,7 +173,11 @@ def test_values_are_no_schemas():
     """Keywords inside constants, defaults and property names mean nothing."""
     schema = {
         "type": "object",
-        "properties": {"not": {"const": {"not": 1}}, "uniqueItems": {"enum": [{"if": 1}]}, "n": {"default": {"contains": 1}, "type": "null"}},
+        "properties": {
+            "not": {"const": {"not": 1}},
+            "uniqueItems": {"enum": [{"if": 1}]},
+            "n": {"default": {"contains": 1}, "type": "null"},
+        },
         "examples": [{"x-guidance": 1}],
     }
     assert takes(response_grammar(json_schema(schema)), '{"not":{"not":1},"n":null}')

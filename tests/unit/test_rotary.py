@@ -31,7 +31,13 @@ def test_equals_transformers_bit_for_bit(kind, dtype):
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     config = drafter(kind, **KINDS[kind])
-    shape = Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32, max_position_embeddings=512, rope_parameters=dict(config.rope))
+    shape = Qwen3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        rope_parameters=dict(config.rope),
+    )
     like, positions = torch.empty(1, 1, dtype=dtype), torch.arange(1000)[None]
     expected = Qwen3RotaryEmbedding(shape)(like, positions)
     got = _rotary_module(config)(like, positions)

@@ -46,7 +46,9 @@ def test_what_serve_asks():
         for unit, load in enumerate(loads):
             for name, value in reported(load).items():
                 metrics.setdefault(name, {})[unit] = value
-        return SimpleNamespace(aggregated_metrics=metrics, running_replicas=running or list(range(len(loads))), target_num_replicas=5)
+        return SimpleNamespace(
+            aggregated_metrics=metrics, running_replicas=running or list(range(len(loads))), target_num_replicas=5
+        )
 
     assert policy(context([UnitLoad(4.0, 0.0, 1.0), UnitLoad(4.0, 0.0, 1.0)])) == (4, {})
     assert policy(context([IDLE, IDLE, BUSY])) == (2, {})
@@ -58,7 +60,10 @@ def test_the_key():
     config = ServiceConfig.from_keys({"autoscaling": "2-4", "num_replicas": "2"})
     assert (config.autoscaling.min_replicas, config.max_num_replicas) == (2, 4)
     assert ServiceConfig().max_num_replicas == 1
-    assert ServiceConfig.from_keys({"autoscaling": {"max_replicas": 3, "max_kv_usage": 0.5}}).autoscaling.max_kv_usage == 0.5
+    assert (
+        ServiceConfig.from_keys({"autoscaling": {"max_replicas": 3, "max_kv_usage": 0.5}}).autoscaling.max_kv_usage
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize(

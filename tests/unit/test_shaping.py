@@ -34,15 +34,22 @@ def reference(row, prompt, past, options, ending):
     return row
 
 
-OPTIONS = st.fixed_dictionaries({}, optional={
-    "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
-    "frequency_penalty": st.sampled_from([-1.0, 0.25, 2.0]),
-    "repetition_penalty": st.sampled_from([0.5, 1.3, 2.0]),
-    "logit_bias": st.lists(st.tuples(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 3.0, 100.0])), max_size=3, unique_by=lambda pair: pair[0]),
-    "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
-    "bad_words": st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=3),
-    "min_tokens": st.integers(0, 8),
-})
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.25, 2.0]),
+        "repetition_penalty": st.sampled_from([0.5, 1.3, 2.0]),
+        "logit_bias": st.lists(
+            st.tuples(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 3.0, 100.0])),
+            max_size=3,
+            unique_by=lambda pair: pair[0],
+        ),
+        "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
+        "bad_words": st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), max_size=3),
+        "min_tokens": st.integers(0, 8),
+    },
+)
 
 
 @given(prompt=TOKENS, output=TOKENS, drafts=TOKENS, more=TOKENS, options=OPTIONS, seed=st.integers(0, 99))

@@ -45,7 +45,9 @@ def test_a_hub_id_from_the_local_cache_with_a_revision(tmp_path):
         "except dflash2_ray.errors.CheckpointError as error: print(error)\n"
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     first, second = out.splitlines()
     assert first.split() == ["a" * 40, "b" * 40, "someone/tiny"]
     assert "someone/other" in second

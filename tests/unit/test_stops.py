@@ -65,8 +65,10 @@ def test_b41_nothing_of_a_stop_is_sent(stops, size, text):
 
 
 @given(
-    text=st.text(alphabet="abé\U0001f999", min_size=1, max_size=10), stops=st.lists(st.text(alphabet="abé\U0001f999", min_size=1, max_size=3), min_size=1, max_size=2),
-    cuts=st.lists(st.integers(0, 40), max_size=5), min_tokens=st.integers(0, 4),
+    text=st.text(alphabet="abé\U0001f999", min_size=1, max_size=10),
+    stops=st.lists(st.text(alphabet="abé\U0001f999", min_size=1, max_size=3), min_size=1, max_size=2),
+    cuts=st.lists(st.integers(0, 40), max_size=5),
+    min_tokens=st.integers(0, 4),
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_tokens_text_and_counts_end_at_the_same_token(text, stops, cuts, min_tokens):
@@ -87,7 +89,9 @@ def test_tokens_text_and_counts_end_at_the_same_token(text, stops, cuts, min_tok
         assert [token for chunk in chunks for token in chunk.token_ids] == last.token_ids
         assert last.usage.completion_tokens == len(last.token_ids)
         stats = last.metrics["speculative_decoding"]
-        assert stats["num_spec_steps"] + stats["num_accepted_draft_tokens"] == len(last.token_ids) - len(chunks[0].token_ids)
+        assert stats["num_spec_steps"] + stats["num_accepted_draft_tokens"] == len(last.token_ids) - len(
+            chunks[0].token_ids
+        )
         return last.text, last.token_ids, last.finish_reason, last.stop_reason
 
     edges = [0, *sorted({min(cut, len(ids)) for cut in cuts} - {0, len(ids)}), len(ids)]

@@ -23,7 +23,9 @@ def test_speculation_changes_no_token(scripted, pattern, concurrency):
         stats = last.stats
         assert (stats["num_accepted_draft_tokens"] > 0) == (pattern != "NONE")
         # B12: tokens of all steps + the prefill token = completion tokens
-        assert stats["num_spec_steps"] + stats["num_plain_steps"] + stats["num_accepted_draft_tokens"] + 1 == len(tokens)
+        assert stats["num_spec_steps"] + stats["num_plain_steps"] + stats["num_accepted_draft_tokens"] + 1 == len(
+            tokens
+        )
     assert loop.pool.num_free == loop.pool.num_pages
     assert drafter.contexts == {}
 

@@ -26,11 +26,23 @@ from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.target import Target
 
 SHAPE = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
 }
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -49,7 +61,13 @@ PAGE = 4
 CONTIGUOUS = {"a": list(range(12)), "b": list(range(12, 24)), "c": list(range(24, 36))}
 SCATTERED = {"a": list(range(35, 0, -3)), "b": list(range(34, 0, -3)), "c": list(range(33, -1, -3))}
 # Each step is one flat batch: (request, rows). A prefill chunk, one-row decodes and multi-row decodes stand side by side.
-STEPS = [[("a", 11)], [("b", 5), ("a", 1)], [("a", 4), ("b", 7), ("c", 1)], [("c", 3), ("b", 1), ("a", 1)], [("c", 20), ("a", 9), ("b", 2)]]
+STEPS = [
+    [("a", 11)],
+    [("b", 5), ("a", 1)],
+    [("a", 4), ("b", 7), ("c", 1)],
+    [("c", 3), ("b", 1), ("a", 1)],
+    [("c", 20), ("a", 9), ("b", 2)],
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +113,9 @@ def oracle(folder, ids, implementation="eager"):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=implementation).eval()
     outputs = []
     for layer in model.model.layers:
-        layer.register_forward_hook(lambda module, args, out: outputs.append((out[0] if isinstance(out, tuple) else out)[0]))
+        layer.register_forward_hook(
+            lambda module, args, out: outputs.append((out[0] if isinstance(out, tuple) else out)[0])
+        )
     with torch.no_grad():
         result = model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
     return result.logits[0], outputs, result.hidden_states
@@ -329,7 +349,10 @@ REFUSALS = {
     "truncated file": (_truncated, ["model.safetensors"]),
     "missing tensor": (_edit_tensors(lambda state: state.pop(DOWN)), [DOWN, "missing"]),
     "missing head": (_edit_tensors(lambda state: state.pop("lm_head.weight")), ["lm_head.weight", "missing"]),
-    "wrong shape": (_edit_tensors(lambda state: state.update({DOWN: torch.zeros(64, 95)})), [DOWN, r"\[64, 96\]", r"\[64, 95\]"]),
+    "wrong shape": (
+        _edit_tensors(lambda state: state.update({DOWN: torch.zeros(64, 95)})),
+        [DOWN, r"\[64, 96\]", r"\[64, 95\]"],
+    ),
     "short embedding": (
         _edit_tensors(lambda state: state.update({"model.embed_tokens.weight": torch.zeros(96, 64)})),
         ["model.embed_tokens.weight", r"\[97, 64\]", r"\[96, 64\]"],
@@ -341,10 +364,14 @@ REFUSALS = {
     "quantised": (_edit_config(quantization_config={"quant_method": "fp8"}), ["quantized"]),
     "mixture of experts": (_edit_config(num_experts=8), ["num_experts", "8"]),
     "dynamic rope": (
-        _edit_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), ["rope_type", "dynamic"],
+        _edit_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        ["rope_type", "dynamic"],
     ),
     "unknown model type": (_edit_config(model_type="not-a-model"), ["not-a-model"]),
-    "drafter": (_edit_config(architectures=["DFlash2DraftModel"], dflash_config={"block_size": 4}), ["drafter", "DFlash2DraftModel"]),
+    "drafter": (
+        _edit_config(architectures=["DFlash2DraftModel"], dflash_config={"block_size": 4}),
+        ["drafter", "DFlash2DraftModel"],
+    ),
     "speculators drafter": (_edit_config(architectures=["X"], speculators_model_type="dflash2"), ["drafter"]),
     "broken config": (lambda folder: (folder / "config.json").write_text("{"), ["config.json"]),
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
@@ -397,7 +424,9 @@ def test_verifying_gives_the_bits_of_plain_decoding(saved, kind, dtype, attentio
 
     def step(cache, first, count):
         rows = torch.arange(first, first + count)
-        hidden, _ = target.forward(tokens[rows], rows, AttentionBatch(rows, (Span(0, count, first + count, pages),), 8), cache)
+        hidden, _ = target.forward(
+            tokens[rows], rows, AttentionBatch(rows, (Span(0, count, first + count, pages),), 8), cache
+        )
         return target.logits(hidden)
 
     for first in (1, 3, 9, 14, 30, TILE - 8, TILE - 5, TILE, 2 * TILE - 4, 2 * TILE + 20):

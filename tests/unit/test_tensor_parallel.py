@@ -7,8 +7,11 @@ from dflash2_ray.errors import CheckpointError, ConfigError
 from dflash2_ray.models.tensor_parallel import LayerPlan, Shard
 
 PLAN = {
-    "layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.k_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce", "layers.*.mlp.down_proj": "rowwise",
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.mlp.down_proj": "rowwise",
     "layers.*.mlp.odd": "sequence_parallel",
 }
 

@@ -149,7 +149,10 @@ def test_chunks_and_the_final_generation():
     assert generation.token_ids == ids
     assert generation.request_id == last.request_id == "r"
     assert generation.usage.as_dict() == {
-        "prompt_tokens": 5, "completion_tokens": len(ids), "total_tokens": 5 + len(ids), "prompt_tokens_details": {"cached_tokens": 3},
+        "prompt_tokens": 5,
+        "completion_tokens": len(ids),
+        "total_tokens": 5 + len(ids),
+        "prompt_tokens_details": {"cached_tokens": 3},
     }
     assert generation.metrics["speculative_decoding"] == stats
     timing = generation.metrics["timing"]

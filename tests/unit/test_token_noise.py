@@ -122,11 +122,14 @@ def test_uniform_along_ids_positions_and_seeds(moves, low_digits):
 
 @pytest.mark.parametrize("moves", ["ids", "positions", "seeds"])
 @pytest.mark.parametrize(
-    "change", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 1, -1), (1, -1, 0), (1, 0, -1), (0, 0, 4096), (2**32, 0, 0), (2**63, 0, 0)],
+    "change",
+    [(0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 1, -1), (1, -1, 0), (1, 0, -1), (0, 0, 4096), (2**32, 0, 0), (2**63, 0, 0)],
     ids=str,
 )
 def test_neighbours_are_independent(moves, change):
-    seeds, positions, ids = ([2 * i + 1 for i in MOVING] if moves == one else FIXED for one in ("seeds", "positions", "ids"))
+    seeds, positions, ids = (
+        [2 * i + 1 for i in MOVING] if moves == one else FIXED for one in ("seeds", "positions", "ids")
+    )
     by_seed, by_position, by_id = change
     independent(
         many(seeds, positions, ids),
@@ -136,8 +139,11 @@ def test_neighbours_are_independent(moves, change):
 
 def test_many_rows_do_not_correlate():
     """64 rows of neighbouring positions and seeds: the largest of all correlations is that of independent rows."""
-    rows = exponentials([s for s in range(8) for _ in range(8)], [p for _ in range(8) for p in range(8)],
-                        torch.arange(20_000).expand(64, -1))
+    rows = exponentials(
+        [s for s in range(8) for _ in range(8)],
+        [p for _ in range(8) for p in range(8)],
+        torch.arange(20_000).expand(64, -1),
+    )
     correlation = torch.corrcoef(rows) - torch.eye(64, dtype=torch.float64)
     assert float(correlation.abs().max()) < 5 / 20_000**0.5
 

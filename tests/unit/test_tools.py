@@ -24,7 +24,12 @@ def tool(name="get_weather", parameters=None, **more):
     return {"type": "function", "function": function}
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 # ---- the request ------------------------------------------------------------------------------------------------------
@@ -79,7 +84,11 @@ def test_what_a_request_allows():
         (([tool()], {"type": "tool"}), "tool_choice.type", "got 'tool'"),
         (([tool()], {"type": "function"}), "tool_choice.function", "must be an object"),
         (([tool()], {"type": "function", "function": {"name": "x"}}), "tool_choice.function.name", "one of the tools"),
-        (([tool()], {"type": "function", "function": {"name": ["x"]}}), "tool_choice.function.name", "one of the tools"),
+        (
+            ([tool()], {"type": "function", "function": {"name": ["x"]}}),
+            "tool_choice.function.name",
+            "one of the tools",
+        ),
         (([tool()], {"type": "function", "name": "x"}), "tool_choice.name", "is not offered"),
         (([tool()], None, "yes"), "parallel_tool_calls", "true or false"),
     ],
@@ -132,7 +141,17 @@ def test_a_required_call(vocabulary):
     grammar = tool_grammar(parse_tools([tool(parameters=CITY), tool("now"), tool("any", {})], "required"))
     for text in (PARIS, NOW, f"{PARIS}\n{NOW}\n{PARIS}", call("any", '{"x": [1, {"y": null}]}')):
         assert takes(vocabulary, grammar, text)
-    for text in ("", "Hello", call("later", "{}"), call("now", '{"a": 1}'), call("get_weather", "{}"), f"{NOW}{NOW}", f"{NOW}\n", "\n" + NOW, NOW[:-3]):
+    for text in (
+        "",
+        "Hello",
+        call("later", "{}"),
+        call("now", '{"a": 1}'),
+        call("get_weather", "{}"),
+        f"{NOW}{NOW}",
+        f"{NOW}\n",
+        "\n" + NOW,
+        NOW[:-3],
+    ):
         assert not takes(vocabulary, grammar, text)
 
 
@@ -149,7 +168,12 @@ def test_exactly_one_call(vocabulary):
 
 
 def test_references_stay_inside_their_schema(vocabulary):
-    parameters = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"$ref": "#/$defs/n"}},
+        "$defs": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+    }
     other = {**parameters, "$defs": {"n": {"enum": ["x"]}}}
     grammar = tool_grammar(parse_tools([tool("a", parameters), tool("ab", other)], "required"))
     assert takes(vocabulary, grammar, call("a", '{"n": 2}'))
@@ -256,9 +280,38 @@ def cut(text, places):
 
 PIECES = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<tool_call>\n", "\n</tool_call>", "{", "}", '"', "\\", "\n", " ", "<", "text", "é\U0001f999", ","),
-        *('{"name": "f", "arguments": {}}', '{"name": "g", "arguments": {"x": "}</tool_call><tool_call>{\\"", "y": [{}]}}', '{"arguments": {}}'),
-        *(PARIS, NOW, '{"name": "f"', ', "arguments": {"a": [1,2', "]}}", "<tool_c", "all>", '{"name": 3, "arguments": {}}', '"arguments": "{}"'),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_call>\n",
+            "\n</tool_call>",
+            "{",
+            "}",
+            '"',
+            "\\",
+            "\n",
+            " ",
+            "<",
+            "text",
+            "é\U0001f999",
+            ",",
+        ),
+        *(
+            '{"name": "f", "arguments": {}}',
+            '{"name": "g", "arguments": {"x": "}</tool_call><tool_call>{\\"", "y": [{}]}}',
+            '{"arguments": {}}',
+        ),
+        *(
+            PARIS,
+            NOW,
+            '{"name": "f"',
+            ', "arguments": {"a": [1,2',
+            "]}}",
+            "<tool_c",
+            "all>",
+            '{"name": 3, "arguments": {}}',
+            '"arguments": "{}"',
+        ),
     ]
 )
 TEXTS = st.lists(PIECES, max_size=12).map("".join)
@@ -269,7 +322,9 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 @example(text="<tool_call>" * 3 + NOW[11:], places=[])
 @example(text=PARIS + "\n" + NOW, places=range(300))
 @example(text="  \n" + NOW + " \n" + NOW + "\n ", places=range(300))
-@example(text='<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "f", "arguments": {}}</tool_call>', places=[50])
+@example(
+    text='<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "f", "arguments": {}}</tool_call>', places=[50]
+)
 def test_every_way_to_cut_gives_the_same(text, places):
     whole = flat(parse([text]))
     assert flat(parse(cut(text, places))) == whole
@@ -277,7 +332,14 @@ def test_every_way_to_cut_gives_the_same(text, places):
 
 
 @settings(max_examples=400, deadline=None)
-@given(parts=st.lists(st.sampled_from([PARIS, NOW, "\n", " ", "Hello é", "<tool_c", "<tool_call>x", "}{", "<tool_call>\n{}\n</tool_call>"]), max_size=8))
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            [PARIS, NOW, "\n", " ", "Hello é", "<tool_c", "<tool_call>x", "}{", "<tool_call>\n{}\n</tool_call>"]
+        ),
+        max_size=8,
+    )
+)
 def test_what_is_found_is_what_a_plain_reader_finds(parts):
     text = "".join(parts)
     told = [one if isinstance(one, str) else (one[2], json.loads(one[3])) for one in flat(parse(text))]
@@ -291,7 +353,9 @@ def test_nothing_is_lost_or_doubled(text):
     found = flat(parse(text))
     blank = r"[ \t\r\n]*"
     parts = [
-        re.escape(one) if isinstance(one, str) else rf"<tool_call>{blank}\{{[\s\S]*?{re.escape(one[3])}[\s\S]*?\}}{blank}</tool_call>"
+        re.escape(one)
+        if isinstance(one, str)
+        else rf"<tool_call>{blank}\{{[\s\S]*?{re.escape(one[3])}[\s\S]*?\}}{blank}</tool_call>"
         for one in found
     ]
     assert re.fullmatch(blank + blank.join(parts) + blank, text)
@@ -318,11 +382,17 @@ FOUND = (0, call_id("request", 0), "f", '{"x": 1}')
         (f"a{CALL}b", ["a", FOUND, "b"]),
         (CALL.replace("\n", ""), [FOUND]),
         (CALL.replace("\n", " \t\r\n "), [FOUND]),
-        (CALL.replace('{"x": 1}', '{ "x" :1.50e3,\n"é": "\\u00e9"}'), [(*FOUND[:3], '{ "x" :1.50e3,\n"é": "\\u00e9"}')]),
+        (
+            CALL.replace('{"x": 1}', '{ "x" :1.50e3,\n"é": "\\u00e9"}'),
+            [(*FOUND[:3], '{ "x" :1.50e3,\n"é": "\\u00e9"}')],
+        ),
         (CALL.replace('{"x": 1}', '"{\\"x\\": 1}"'), [FOUND]),
         (CALL.replace(', "arguments": {"x": 1}', ""), [(*FOUND[:3], "{}")]),
         (CALL.replace('"name": "f", ', "").replace("}}", '}, "name": "f"}'), [FOUND]),
-        (CALL.replace('{"x": 1}', '{"x": "</tool_call>}{<tool_call>"}'), [(*FOUND[:3], '{"x": "</tool_call>}{<tool_call>"}')]),
+        (
+            CALL.replace('{"x": 1}', '{"x": "</tool_call>}{<tool_call>"}'),
+            [(*FOUND[:3], '{"x": "</tool_call>}{<tool_call>"}')],
+        ),
         (CALL.replace('{"x": 1}', '{"x": "\\\\"}'), [(*FOUND[:3], '{"x": "\\\\"}')]),
         (CALL.replace('{"x": 1}', '{"name": "g", "arguments": {}}'), [(*FOUND[:3], '{"name": "g", "arguments": {}}')]),
         (CALL.replace('"f"', '"\\u0066"'), [FOUND]),
@@ -379,7 +449,12 @@ def test_text_that_may_become_a_call_is_held_back():
     assert parser.push("_box> <") == [ContentDelta("<tool_box> ")]
     assert parser.push(CALL[1:-1]) == []
     first, second = parser.push(">")
-    assert first.to_openai() == {"index": 0, "id": call_id("r", 0), "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert first.to_openai() == {
+        "index": 0,
+        "id": call_id("r", 0),
+        "type": "function",
+        "function": {"name": "f", "arguments": ""},
+    }
     assert second.to_openai() == {"index": 0, "function": {"arguments": '{"x": 1}'}}
     assert parser.push("\n") == parser.finish() == []
 

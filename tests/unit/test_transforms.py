@@ -177,8 +177,12 @@ def test_masked_tokens_stay_out():
 def mixed(rows, vocab):
     logits = random_logits(5, rows, vocab)
     options = [
-        (TEMPERATURES[1 + i % 4], FILTERS[i % len(FILTERS)].get("top_k", 0), FILTERS[i % len(FILTERS)].get("top_p", 1.0),
-         FILTERS[i % len(FILTERS)].get("min_p", 0.0))
+        (
+            TEMPERATURES[1 + i % 4],
+            FILTERS[i % len(FILTERS)].get("top_k", 0),
+            FILTERS[i % len(FILTERS)].get("top_p", 1.0),
+            FILTERS[i % len(FILTERS)].get("min_p", 0.0),
+        )
         for i in range(rows)
     ]
     return logits, options

@@ -36,24 +36,27 @@ def test_equal_answers_are_equal():
     assert compare(GOOD, doctored(logprobs=swapped), 1e-3) is None
 
 
-@pytest.mark.parametrize(("wrong", "what", "position"), [
-    (doctored(token_ids=(5, 8)), "token", 1),
-    (doctored(token_ids=(5,)), "token", 1),
-    (doctored(token_ids=(5, 7, 7)), "token", 2),
-    (doctored(text="aB"), "text", None),
-    (doctored(finish_reason="length"), "finish_reason", None),
-    (doctored(stop_reason=None), "stop_reason", None),
-    (doctored(tool_calls=(("get_time", '{"zone": "UTC"}'),)), "tool_calls", None),
-    (doctored(tool_calls=()), "tool_calls", None),
-    (doctored(logprobs=None), "number of logprobs", None),
-    (doctored(logprobs=TOLD[:1]), "number of logprobs", None),
-    (doctored(logprobs=(TOLD[0], (-0.6, TOLD[1][1]))), "logprobs", 1),
-    (doctored(logprobs=(TOLD[0], (-0.5, ((7, -0.5), (8, -1.2))))), "logprobs", 1),
-    (doctored(logprobs=(TOLD[0], (-0.5, ((7, -0.5),)))), "logprobs", 1),
-    (replace(GOOD, choices=GOOD.choices * 2), "number of choices", None),
-    (replace(GOOD, usage={"completion_tokens": 3}), "usage", None),
-    (refusal(400, "stop", "no"), "refusal", None),
-])
+@pytest.mark.parametrize(
+    ("wrong", "what", "position"),
+    [
+        (doctored(token_ids=(5, 8)), "token", 1),
+        (doctored(token_ids=(5,)), "token", 1),
+        (doctored(token_ids=(5, 7, 7)), "token", 2),
+        (doctored(text="aB"), "text", None),
+        (doctored(finish_reason="length"), "finish_reason", None),
+        (doctored(stop_reason=None), "stop_reason", None),
+        (doctored(tool_calls=(("get_time", '{"zone": "UTC"}'),)), "tool_calls", None),
+        (doctored(tool_calls=()), "tool_calls", None),
+        (doctored(logprobs=None), "number of logprobs", None),
+        (doctored(logprobs=TOLD[:1]), "number of logprobs", None),
+        (doctored(logprobs=(TOLD[0], (-0.6, TOLD[1][1]))), "logprobs", 1),
+        (doctored(logprobs=(TOLD[0], (-0.5, ((7, -0.5), (8, -1.2))))), "logprobs", 1),
+        (doctored(logprobs=(TOLD[0], (-0.5, ((7, -0.5),)))), "logprobs", 1),
+        (replace(GOOD, choices=GOOD.choices * 2), "number of choices", None),
+        (replace(GOOD, usage={"completion_tokens": 3}), "usage", None),
+        (refusal(400, "stop", "no"), "refusal", None),
+    ],
+)
 def test_every_kind_of_difference_is_found(wrong, what, position):
     found = compare(GOOD, wrong, 1e-3)
     assert (found.what, found.position) == (what, position)
@@ -73,10 +76,15 @@ class Scripted:
 
     def answer(self, prompts, options, *, speculate, in_flight, top_logprobs=None, stream=False):
         ids = tuple(range(10, 10 + (options.get("max_tokens") or 4)))
-        margins = tuple((-0.1, ((token, -0.1), (99, -0.1 - 10.0 ** -(token - 9)))) for token in ids) if top_logprobs else None
+        margins = (
+            tuple((-0.1, ((token, -0.1), (99, -0.1 - 10.0 ** -(token - 9)))) for token in ids) if top_logprobs else None
+        )
         choice = Choice(" ".join(map(str, ids)), ids, "length", logprobs=margins)
         good = Answer((choice,), {"completion_tokens": len(ids)}, 3 if speculate else 0)
-        return [self.spoil(good, speculate=speculate, prompt=index, stream=stream, alone=in_flight == 1) for index in range(len(prompts))]
+        return [
+            self.spoil(good, speculate=speculate, prompt=index, stream=stream, alone=in_flight == 1)
+            for index in range(len(prompts))
+        ]
 
 
 def with_token(answer, position, token=99):
@@ -98,8 +106,12 @@ def test_identity_judges_first_differences_by_their_margin():
     assert tie.passed
     assert tie.runs[1].num_equal == 0
     assert tie.runs[1].differences[0].margin == pytest.approx(1e-4)
-    assert not identity(lambda answer, speculate, prompt, **how: with_token(answer, 1) if speculate and prompt == 2 else answer).passed
-    assert not identity(lambda answer, speculate, alone, **how: with_token(answer, 1) if not speculate and not alone else answer).passed
+    assert not identity(
+        lambda answer, speculate, prompt, **how: with_token(answer, 1) if speculate and prompt == 2 else answer
+    ).passed
+    assert not identity(
+        lambda answer, speculate, alone, **how: with_token(answer, 1) if not speculate and not alone else answer
+    ).passed
 
 
 def test_identity_proves_nothing_without_drafts_or_answers():
@@ -108,17 +120,35 @@ def test_identity_proves_nothing_without_drafts_or_answers():
 
 
 def options(spoil, dtype="float32"):
-    check = OptionCheck(Scripted(spoil, replace(FACTS, dtype=dtype)), PROMPTS, max_tokens=6, in_flight=4, exact=dtype == "float32", tolerance=1e-3)
+    check = OptionCheck(
+        Scripted(spoil, replace(FACTS, dtype=dtype)),
+        PROMPTS,
+        max_tokens=6,
+        in_flight=4,
+        exact=dtype == "float32",
+        tolerance=1e-3,
+    )
     sets = [one for one in check.sets() if one.form is None]
     return check.run(sets)
 
 
 def test_options_fail_on_one_wrong_answer():
     assert options(lambda answer, **how: answer).passed
-    report = options(lambda answer, speculate, prompt, stream, **how: with_token(answer, 1) if speculate and prompt == 1 and not stream else answer)
+    report = options(
+        lambda answer, speculate, prompt, stream, **how: (
+            with_token(answer, 1) if speculate and prompt == 1 and not stream else answer
+        )
+    )
     assert not report.passed
     assert report.sets[0].differences[0].as_dict() == {
-        "text": "greedy", "prompt": 1, "run": "speculative", "what": "token", "one": 11, "other": 99, "position": 1, "choice": 0,
+        "text": "greedy",
+        "prompt": 1,
+        "run": "speculative",
+        "what": "token",
+        "one": 11,
+        "other": 99,
+        "position": 1,
+        "choice": 0,
     }
     assert not options(lambda answer, stream, **how: with_token(answer, 1) if stream else answer).passed
     assert not options(lambda answer, **how: replace(answer, accepted=0)).passed
@@ -138,8 +168,12 @@ def test_in_reduced_precision_rare_differences_are_rounding_and_many_are_not():
     assert report.passed
     assert any(one.rounding for one in report.sets)
     assert report.plain_texts > 100
-    assert not options(lambda answer, speculate, **how: with_token(answer, 2) if speculate else answer, "bfloat16").passed
-    assert not options(lambda answer, speculate, **how: replace(answer, usage={}) if speculate else answer, "bfloat16").passed
+    assert not options(
+        lambda answer, speculate, **how: with_token(answer, 2) if speculate else answer, "bfloat16"
+    ).passed
+    assert not options(
+        lambda answer, speculate, **how: replace(answer, usage={}) if speculate else answer, "bfloat16"
+    ).passed
 
 
 def test_a_form_that_is_not_kept_fails():
@@ -164,7 +198,10 @@ def test_every_exact_option_is_in_a_set():
 
 
 def test_values_come_from_what_the_model_says():
-    answers = [Answer((Choice("the cat sat on the mat", (5, 5, 6, 7, 8, 2), "stop"),)), Answer((Choice("the", (5,), "stop"),))]
+    answers = [
+        Answer((Choice("the cat sat on the mat", (5, 5, 6, 7, 8, 2), "stop"),)),
+        Answer((Choice("the", (5,), "stop"),)),
+    ]
     seen = Seen.of(answers, eos_token_ids=(2,))
     assert seen.token_ids[0] == 5
     assert 2 not in seen.token_ids
@@ -180,14 +217,23 @@ def test_prompts_are_spread():
 
 # ---- the wire ------------------------------------------------------------------------------------------------------------
 
+
 def test_a_stream_joins_to_its_body():
     first = {"index": 0, "finish_reason": None, "logprobs": None}
     call = {"index": 0, "function": {"name": "f", "arguments": ""}}
     events = [
         {"choices": [{**first, "delta": {"role": "assistant", "content": "a"}, "token_ids": [1]}]},
         {"choices": [{**first, "delta": {"tool_calls": [call]}, "token_ids": [2]}]},
-        {"choices": [{**first, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}, "token_ids": [],
-                      "logprobs": {"content": [{"token": "token_id:1", "logprob": -1.0, "top_logprobs": []}]}}]},
+        {
+            "choices": [
+                {
+                    **first,
+                    "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]},
+                    "token_ids": [],
+                    "logprobs": {"content": [{"token": "token_id:1", "logprob": -1.0, "top_logprobs": []}]},
+                }
+            ]
+        },
         {"choices": [{**first, "delta": {}, "finish_reason": "tool_calls", "stop_reason": 7}]},
         {"choices": [], "usage": {"total_tokens": 3}},
     ]
@@ -209,7 +255,13 @@ def test_facts_say_what_cannot_be_verified():
 
 WORDS = {"num_prompts": 4, "max_tokens": 20, "concurrency": 16, "samples": 60, "law_prompts": 1, "option_prompts": 1}
 DEFAULTS = {
-    "settings": ["dtype=float32"], "prompts": None, "checks": "identity,law,options", "margin": None, "url": "", "api_key": "", "model": "",
+    "settings": ["dtype=float32"],
+    "prompts": None,
+    "checks": "identity,law,options",
+    "margin": None,
+    "url": "",
+    "api_key": "",
+    "model": "",
     "json_path": "-",
 }
 
@@ -236,6 +288,7 @@ def engine():
 @pytest.fixture
 def in_process(engine, monkeypatch):
     """The command's engine; `spoil` may change what it says when it speculates."""
+
     class Kept(InProcess):
         spoil = staticmethod(lambda answer: answer)
 
@@ -265,13 +318,17 @@ def test_everything_passes_and_the_report_is_json(in_process, capsys):
 
 
 def test_a_backend_that_speculates_wrongly_fails(in_process, capsys):
-    in_process.spoil = lambda answer: with_token(answer, min(1, len(answer.choices[0].token_ids) - 1), 3) if answer.choices else answer
+    in_process.spoil = lambda answer: (
+        with_token(answer, min(1, len(answer.choices[0].token_ids) - 1), 3) if answer.choices else answer
+    )
     for check, says in (("identity", "greedy text differs"), ("law", "is not that of plain")):
         code, wrote = run(capsys, checks=check, json_path="")
         assert code == 1
         assert "FAIL" in wrote.out
         assert says in wrote.out
-    check = OptionCheck(in_process, [Prompt(False, "Once upon a time")], max_tokens=8, in_flight=2, exact=True, tolerance=1e-3)
+    check = OptionCheck(
+        in_process, [Prompt(False, "Once upon a time")], max_tokens=8, in_flight=2, exact=True, tolerance=1e-3
+    )
     assert not check.run(check.sets()[:1]).passed
 
 
@@ -279,7 +336,9 @@ def test_a_drafter_that_draws_another_law_than_it_says_fails(in_process, capsys,
     from dflash2_ray.runtime import drafter_runner
 
     uniforms = drafter_runner.uniforms
-    monkeypatch.setattr(drafter_runner, "uniforms", lambda seeds, positions, purpose: uniforms(seeds, positions, purpose) * 0 + 0.5)
+    monkeypatch.setattr(
+        drafter_runner, "uniforms", lambda seeds, positions, purpose: uniforms(seeds, positions, purpose) * 0 + 0.5
+    )
     monkeypatch.delitem(LAWS, "temperature 1")  # one is enough
     code, wrote = run(capsys, checks="law", samples=200, num_prompts=24, law_prompts=3, concurrency=16)
     report = json.loads(wrote.out)
@@ -297,13 +356,16 @@ def test_no_drafts_prove_nothing(in_process, capsys, engine):
     assert "nothing was proven" in wrote.out
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    ({"checks": "identity,laws"}, "--checks: expected identity, law, options"),
-    ({"url": "http://127.0.0.1:9"}, "'dtype=float32' cannot be given"),
-    ({"url": "127.0.0.1:8000", "settings": []}, "expected http://HOST:PORT"),
-    ({"url": "http://127.0.0.1:9", "settings": []}, "cannot be reached"),
-    ({"api_key": "x"}, "give --url too"),
-])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"checks": "identity,laws"}, "--checks: expected identity, law, options"),
+        ({"url": "http://127.0.0.1:9"}, "'dtype=float32' cannot be given"),
+        ({"url": "127.0.0.1:8000", "settings": []}, "expected http://HOST:PORT"),
+        ({"url": "http://127.0.0.1:9", "settings": []}, "cannot be reached"),
+        ({"api_key": "x"}, "give --url too"),
+    ],
+)
 def test_what_cannot_run_is_one_clear_line(capsys, words, says):
     with pytest.raises(ConfigError, match=says):
         run(capsys, **words)

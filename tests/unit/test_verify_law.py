@@ -29,7 +29,9 @@ def shifted(law, shift):
 def test_the_statistic_is_that_of_scipy():
     one, other = draw(np.array([0.5, 0.3, 0.2]), 400, 1), draw(np.array([0.5, 0.3, 0.2]), 400, 2)
     found = homogeneity(one, other)
-    wanted = chi2_contingency([[sample.count(value) for value in range(3)] for sample in (one, other)], correction=False)
+    wanted = chi2_contingency(
+        [[sample.count(value) for value in range(3)] for sample in (one, other)], correction=False
+    )
     assert found.statistic == pytest.approx(wanted.statistic)
     assert (found.degrees, found.p_value) == (wanted.dof, pytest.approx(wanted.pvalue))
 
@@ -47,7 +49,10 @@ def test_power_is_what_is_found():
     assert one.power(shift, alpha) == pytest.approx(0.9, abs=1e-3)
     assert one.power(shift / 2, alpha) < 0.5 < one.power(2 * shift, alpha) + 1e-9
     assert (one + one).detectable(alpha) < shift
-    found = [homogeneity(draw(SPIKY, 400, index), draw(shifted(SPIKY, shift), 400, 10**6 + index)).p_value < alpha for index in range(200)]
+    found = [
+        homogeneity(draw(SPIKY, 400, index), draw(shifted(SPIKY, shift), 400, 10**6 + index)).p_value < alpha
+        for index in range(200)
+    ]
     assert np.mean(found) > 0.9 - 4 * math.sqrt(0.09 / 200)
 
 
@@ -81,8 +86,13 @@ class Scripted:
         assert "seed" not in options
         if self.refused:
             return [Answer(refused=self.refused) for _ in prompts]
-        tokens = np.array(draw(self.laws[speculate], len(prompts) * options["max_tokens"], self.calls)).reshape(len(prompts), -1)
-        return [Answer((Choice("", tuple(map(int, row)), "length"),), {}, self.accepted if speculate else 0) for row in tokens]
+        tokens = np.array(draw(self.laws[speculate], len(prompts) * options["max_tokens"], self.calls)).reshape(
+            len(prompts), -1
+        )
+        return [
+            Answer((Choice("", tuple(map(int, row)), "length"),), {}, self.accepted if speculate else 0)
+            for row in tokens
+        ]
 
 
 PROMPTS = [Prompt(False, "a"), Prompt(False, "b")]
@@ -101,5 +111,9 @@ def test_a_right_law_passes_and_a_wrong_one_fails():
 
 
 def test_what_proves_nothing_fails():
-    for backend in (Scripted(SPIKY, SPIKY, accepted=0), Scripted(np.array([1.0]), np.array([1.0])), Scripted(SPIKY, SPIKY, refused="400, top_k")):
+    for backend in (
+        Scripted(SPIKY, SPIKY, accepted=0),
+        Scripted(np.array([1.0]), np.array([1.0])),
+        Scripted(SPIKY, SPIKY, refused="400, top_k"),
+    ):
         assert not any(law.passed for law in check_law(backend, PROMPTS, samples=60, in_flight=1))

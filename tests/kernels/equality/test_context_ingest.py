@@ -10,7 +10,10 @@ from dflash2_kernels.context_ingest import context_ingest, store_context, store_
 from dflash2_kernels.triton_import import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-TOLERANCE = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 1e-6, "rtol": 2**-7}}  # bf16: one unit in the last place
+TOLERANCE = {
+    torch.float32: {"atol": 2e-6, "rtol": 2e-6},
+    torch.bfloat16: {"atol": 1e-6, "rtol": 2**-7},
+}  # bf16: one unit in the last place
 EPS = 1e-6
 
 
@@ -36,7 +39,8 @@ def test_the_kernel_is_what_runs_here():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value_scale", [1.0, 0.3])
 @pytest.mark.parametrize(
-    ("num_rows", "layers", "kv_heads", "head_dim"), [(0, 2, 1, 8), (1, 1, 1, 2), (5, 3, 2, 16), (3, 2, 3, 24), (4, 5, 8, 128)]
+    ("num_rows", "layers", "kv_heads", "head_dim"),
+    [(0, 2, 1, 8), (1, 1, 1, 2), (5, 3, 2, 16), (3, 2, 3, 24), (4, 5, 8, 128)],
 )
 def test_is_its_reference(num_rows, layers, kv_heads, head_dim, value_scale, dtype):
     *own, cache = operands(num_rows, layers, kv_heads, head_dim, dtype)
@@ -98,13 +102,16 @@ def test_the_whole_operator(with_bias):
     _, key_norm, cos, sin, slots, cache = operands()
     generator = torch.Generator().manual_seed(1)
     rows, norm, projection, bias = (
-        torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((5, 12), (12,), (3 * 2 * 2 * 16, 12), (3 * 2 * 2 * 16,))
+        torch.randn(*shape, generator=generator).to(DEVICE)
+        for shape in ((5, 12), (12,), (3 * 2 * 2 * 16, 12), (3 * 2 * 2 * 16,))
     )
     expected = cache.clone()
     context = rows.double() / (rows.double().square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
     kv = context @ projection.double().T + (bias.double() if with_bias else 0)
     store_context_reference(kv.float().view(5, 3, 2, 2, 16), key_norm, cos, sin, slots, expected, EPS, 0.7)
-    context_ingest(rows, norm, projection, bias if with_bias else None, key_norm, cos, sin, slots, cache, eps=EPS, value_scale=0.7)
+    context_ingest(
+        rows, norm, projection, bias if with_bias else None, key_norm, cos, sin, slots, cache, eps=EPS, value_scale=0.7
+    )
     torch.testing.assert_close(cache, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="context_ingest: expected rows"):
         context_ingest(rows[:, :11], norm, projection, None, key_norm, cos, sin, slots, cache, eps=EPS)

@@ -23,7 +23,9 @@ def test_the_kernel_is_what_runs_here():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("num_rows", "kv_heads", "head_dim"), [(0, 2, 8), (1, 1, 1), (5, 3, 24), (7, 5, 160), (9, 8, 128)])
+@pytest.mark.parametrize(
+    ("num_rows", "kv_heads", "head_dim"), [(0, 2, 8), (1, 1, 1), (5, 3, 24), (7, 5, 160), (9, 8, 128)]
+)
 def test_is_its_reference(num_rows, kv_heads, head_dim, dtype):
     kv, slots, cache = operands(num_rows, kv_heads, head_dim, dtype)
     expected = cache.clone()

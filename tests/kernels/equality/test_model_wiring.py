@@ -19,7 +19,9 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 8
 
 def batch_of(spans):
     """Requests of (rows, kv_len) in shuffled pages."""
-    order = torch.randperm(sum(-(-length // PAGE) for _, length in spans), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(
+        sum(-(-length // PAGE) for _, length in spans), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     made, slots, start = [], [], 0
     for rows, length in spans:
         pages = [order.pop() for _ in range(-(-length // PAGE))]
@@ -78,7 +80,11 @@ def test_a_step_of_the_drafter(device):
             first += length
         return runner.propose([Wanted(name, 1, length, 3) for name, length in lengths.items()])
 
-    got = proposals(DraftRounds(drafter, drafter.new_pages(6, 4), max_num_requests=3, num_block_rows=4, num_positions=64, backend=None))
+    got = proposals(
+        DraftRounds(
+            drafter, drafter.new_pages(6, 4), max_num_requests=3, num_block_rows=4, num_positions=64, backend=None
+        )
+    )
     expected = proposals(None)
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
     assert [one.candidate_probs is None for one in got] == [True, False, True]

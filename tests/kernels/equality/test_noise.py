@@ -19,7 +19,17 @@ POSITIONS = [0, 1, 2**32 - 1, 2**32, 2**40 + 5, 12, 3, 99]
 
 
 @jit
-def _write_noise(seed_ptr, position_ptr, ids_ptr, words_ptr, units_ptr, exponentials_ptr, STREAM: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+def _write_noise(
+    seed_ptr,
+    position_ptr,
+    ids_ptr,
+    words_ptr,
+    units_ptr,
+    exponentials_ptr,
+    STREAM: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
     row = tl.arange(0, N)
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     w0, w1, w2, w3 = words(seed, position, STREAM)
@@ -39,7 +49,9 @@ def written(seeds, positions, ids, stream, device):
     bits = torch.empty(4, len(seeds), dtype=torch.int64, device=device)
     units = torch.empty(len(seeds), device=device)
     exponentials = torch.empty(ids.shape, dtype=torch.float64, device=device)
-    _write_noise[(1,)](seeds, positions, ids, bits, units, exponentials, stream, len(seeds), ids.shape[1], enable_fp_fusion=False)
+    _write_noise[(1,)](
+        seeds, positions, ids, bits, units, exponentials, stream, len(seeds), ids.shape[1], enable_fp_fusion=False
+    )
     return seeds, positions, ids, bits, units, exponentials
 
 

@@ -17,7 +17,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 class Batch:
     """Requests given as (rows, kv_len): pages in shuffled order, NaN wherever nothing may be read."""
 
-    def __init__(self, spans, heads=4, kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, seed=0, padding_rows=0):
+    def __init__(
+        self, spans, heads=4, kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, seed=0, padding_rows=0
+    ):
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // page_size) if rows else 0 for rows, length in spans]
         order = torch.randperm(sum(counts) + 2, generator=generator)
@@ -69,7 +71,8 @@ def test_is_its_reference(dtype, causal, window):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page_size"), [(1, 1, 16, 1), (6, 2, 24, 3), (7, 1, 64, 16), (16, 1, 8, 5), (32, 2, 16, 64)]
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(1, 1, 16, 1), (6, 2, 24, 3), (7, 1, 64, 16), (16, 1, 8, 5), (32, 2, 16, 64)],
 )
 def test_shapes_of_heads_and_pages(heads, kv_heads, head_dim, page_size):
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
@@ -122,7 +125,11 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(dtype, window):
     one = Batch([(8, length)], dtype=dtype)
     one.cache, one.table, one.query = whole.cache, whole.table[:1], whole.query[:8]
     for row in range(8):
-        one.query, one.rows, one.lens = whole.query[row : row + 1], torch.tensor([1]).int(), torch.tensor([length - 7 + row]).int()
+        one.query, one.rows, one.lens = (
+            whole.query[row : row + 1],
+            torch.tensor([1]).int(),
+            torch.tensor([length - 7 + row]).int(),
+        )
         for most in (int(one.lens[0]), 3 * SPLIT):
             alone = one.run(window=window, max_num_rows=1, max_kv_len=most)
             assert torch.equal(alone[0], together[row]), row

@@ -50,7 +50,9 @@ def margin(own, request, slot, row):
     """How near the decision of a slot is to another one, in units of probability."""
     rule, seed, position = int(own[7][request]), own[8][request : request + 1], own[9][request : request + 1] + 1 + slot
     if rule == DRAW:
-        return float((row.double().cumsum(0) / row.double().sum() - uniforms_reference(seed, position, 0).double()).abs().min())
+        return float(
+            (row.double().cumsum(0) / row.double().sum() - uniforms_reference(seed, position, 0).double()).abs().min()
+        )
     value = row.double()
     if rule == RACE:
         value = value / exponentials_reference(seed, position, own[1][request, slot][None])[0]
@@ -64,7 +66,8 @@ def test_the_kernel_is_what_runs_here(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("requests", "slots", "candidates", "rank"), [(6, 5, 9, 24), (1, 1, 1, 1), (3, 7, 16, 256), (3, 2, 17, 33), (0, 3, 4, 8), (2, 0, 4, 8)]
+    ("requests", "slots", "candidates", "rank"),
+    [(6, 5, 9, 24), (1, 1, 1, 1), (3, 7, 16, 256), (3, 2, 17, 33), (0, 3, 4, 8), (2, 0, 4, 8)],
 )
 def test_is_its_reference(device, requests, slots, candidates, rank, dtype):
     tokens, probs = check(operands(device, requests, slots, candidates, rank, dtype))

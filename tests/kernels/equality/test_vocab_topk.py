@@ -30,7 +30,9 @@ def test_kernel_is_the_reference(shape, dtype, levels, device):
 
 
 def test_infinities_and_both_zeros(device):
-    one = torch.tensor([[-0.0, 0.0, float("inf"), -1.0, float("-inf"), float("-inf")], [float("-inf")] * 5 + [0.0]], device=device)
+    one = torch.tensor(
+        [[-0.0, 0.0, float("inf"), -1.0, float("-inf"), float("-inf")], [float("-inf")] * 5 + [0.0]], device=device
+    )
     values, ids = vocab_topk(one, 5)
     assert ids.tolist() == [[2, 0, 1, 3, 4], [5, 0, 1, 2, 3]]
     assert same((values, ids), vocab_topk_reference(one, 5))
