@@ -12,14 +12,10 @@ from dflash2_ray.models.attention import runs_by_row
 from dflash2_ray.models.linear import PackedLinear
 
 TORCH = "torch"  # the service computes it itself, the operator's kernel is not called
-_OF_TARGET = ("add_rms_norm", "kv_store", "paged_attention")
+_OF_TARGET = ("add_rms_norm", "kv_store", "paged_attention", "sparse_rejection")
 _OF_DRAFTER = ("grouped_conv", "vocab_topk", "selector_walk", "context_ingest")
-_TILES, _ROWS = (
-    "torch, whole tiles",
-    "avx512, row by row",
-)  # `models.attention`, where no kernel runs; rows: for the usual head sizes
-_USUAL_HEAD_DIM = 64
-_OWN_OF_TARGET = {"sparse_rejection": TORCH}  # `sampling.rejection`
+_TILES, _ROWS = "torch, whole tiles", "avx512, row by row"  # `models.attention` where no kernel runs
+_USUAL_HEAD_DIM = 64  # what is reported is true of the usual head sizes
 
 
 @functools.cache
@@ -33,9 +29,11 @@ def _linear(device: str, dtype: str) -> str:
 def report_operators(device: str, dtype: str, *, drafts: bool) -> dict[str, str]:
     """operator → implementation. drafts: whether there is a drafter. A separate drafter runs on the same kind of device."""
     chosen = catalogue.report(device)
-    found = {"linear": _linear(device, dtype), **{name: chosen[name] for name in _OF_TARGET}, **_OWN_OF_TARGET}
+    found = {"linear": _linear(device, dtype), **{name: chosen[name] for name in _OF_TARGET}}
     if chosen["paged_attention"] == "torch reference":
         found["paged_attention"] = _ROWS if runs_by_row(torch.device(device), _USUAL_HEAD_DIM) else _TILES
+    if chosen["sparse_rejection"] == "torch reference":
+        found["sparse_rejection"] = TORCH  # `sampling.rejection`
     if drafts:
         found |= {name: chosen[name] for name in _OF_DRAFTER}
         if chosen["context_ingest"] == "torch reference":

@@ -16,6 +16,7 @@ from dflash2_ray.models.target import Target
 from dflash2_ray.models.upload import upload
 from dflash2_ray.runtime.input_batch import InputBatch
 from dflash2_ray.runtime.rank_loop import Followers, run_pass
+from dflash2_ray.runtime.rejection_launch import RejectionLaunch
 from dflash2_ray.runtime.shapers import Grammars, Shapers
 from dflash2_ray.runtime.verify_graphs import VerifyGraphs
 from dflash2_ray.sampling.logprobs import token_logprobs
@@ -54,6 +55,8 @@ class TargetRunner:
         self.target = target
         self.projection = projection
         self.cache = target.allocate_cache(num_pages, page_size)
+        launches = RejectionLaunch.runs(target.device, target.facts.vocab_size)
+        self._at_once = RejectionLaunch(target.device).decide if launches else None
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> TargetPass:
@@ -98,7 +101,7 @@ class TargetRunner:
         assert result.logits is not None, "a batch with sampling rows has logits"
         logits = result.logits[: sum(rows.num_drafts) + len(sampling)]
         shaped, dead = self.shapers.shape(logits, requests, rows.drafts)
-        verdict = verify(shaped, rows)
+        verdict = verify(shaped, rows, at_once=self._at_once)
         outcomes: list[Outcome | None] = []
         start = 0
         for param, drafted, accepted, token in zip(

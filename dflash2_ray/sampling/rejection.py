@@ -14,7 +14,7 @@ It must not know models, requests or steps.
 Shapes: R requests, T rows of logits (request r owns num_drafts[r] + 1 of them), V vocabulary, S drafts, C candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +56,12 @@ class Verdict:
     next_token: list[int]
 
 
-def verify(logits: torch.Tensor, rows: VerifyRows, rule: str = "standard") -> Verdict:
+Decide = Callable[[torch.Tensor, VerifyRows], Verdict]
+
+
+def verify(logits: torch.Tensor, rows: VerifyRows, rule: str = "standard", at_once: Decide | None = None) -> Verdict:
     """Decide every request of the batch: logits fp32 [T, V] → Verdict. rule: `standard` or `block`, for requests that are
-    neither greedy nor matching.
+    neither greedy nor matching. at_once: decides greedy requests and those of the standard rule together, where there is such a thing.
 
     Greedy requests (temperature < 1e-5) keep the longest prefix that equals the argmax (lowest id among equals) and use
     no noise. Each request's result is a function of its own rows, options, seed and position only.
@@ -68,20 +71,24 @@ def verify(logits: torch.Tensor, rows: VerifyRows, rule: str = "standard") -> Ve
     for count in rows.num_drafts:
         starts.append(starts[-1] + count + 1)
     greedy = [value < GREEDY_BELOW for value in rows.temperature]
-    best = logits.argmax(-1).tolist() if any(greedy) else []
-    accepted, tokens = [0] * num_requests, [0] * num_requests
-    for r in range(num_requests):
-        if greedy[r]:
-            accepted[r], tokens[r] = _longest_prefix(best[starts[r] : starts[r + 1]], rows.drafts[r])
     matching = [r for r in range(num_requests) if rows.matching[r] and not greedy[r]]
+    sampled = [r for r in range(num_requests) if not rows.matching[r] and not greedy[r]]
+    if sampled and at_once is not None and rule == "standard":
+        verdict = at_once(logits, rows)
+        accepted, tokens = verdict.num_accepted, verdict.next_token
+    else:
+        accepted, tokens = [0] * num_requests, [0] * num_requests
+        best = logits.argmax(-1).tolist() if any(greedy) else []
+        for r in range(num_requests):
+            if greedy[r]:
+                accepted[r], tokens[r] = _longest_prefix(best[starts[r] : starts[r + 1]], rows.drafts[r])
+        if sampled:
+            probs = _probabilities(logits, rows, starts, sampled)
+            for r, own in zip(sampled, probs.split([rows.num_drafts[r] + 1 for r in sampled]), strict=True):
+                accepted[r], tokens[r] = _verify_sampled(own, rows, r, rule)
     if matching:
         for r, drawn in zip(matching, _drawn(logits, rows, starts, matching), strict=True):
             accepted[r], tokens[r] = _longest_prefix(drawn, rows.drafts[r])
-    sampled = [r for r in range(num_requests) if not rows.matching[r] and not greedy[r]]
-    if sampled:
-        probs = _probabilities(logits, rows, starts, sampled)
-        for r, own in zip(sampled, probs.split([rows.num_drafts[r] + 1 for r in sampled]), strict=True):
-            accepted[r], tokens[r] = _verify_sampled(own, rows, r, rule)
     return Verdict(accepted, tokens)
 
 

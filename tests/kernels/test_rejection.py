@@ -1,10 +1,13 @@
 """The sparse-q operator decides as the service's own verification does, draft for draft and token for token, with the same noise."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dflash2_kernels.integer_softmax import TOP_BITS, weights_reference
 from dflash2_kernels.rejection import RejectionRows, sparse_rejection
+from dflash2_ray.runtime.rejection_launch import RejectionLaunch
 from dflash2_ray.sampling.rejection import VerifyRows, verify
 
 VOCAB, SLOTS, CANDIDATES = 700, 5, 16
@@ -66,6 +69,19 @@ def test_decides_as_the_service_does(option):
     assert tokens.tolist() == expected.next_token
     assert set(expected.num_accepted) >= ({0, 1} if option in OPTIONS[:1] else {0, 1, 2, 3})
     assert len(set(expected.next_token)) > 100
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 7, 60])
+def test_a_step_of_the_service_is_decided_at_once_as_one_by_one(num_requests):
+    """Ragged drafts, some without q, some requests without any, greedy, drawn and matching ones side by side."""
+    launch = RejectionLaunch("cpu")
+    for seed in range(4):  # buffers of one size serve several steps
+        logits, service, _ = problem(OPTIONS, num_requests, seed)
+        service = replace(service, matching=[r % 5 == 4 for r in range(num_requests)])
+        expected = verify(logits, service)
+        assert verify(logits, service, at_once=launch.decide) == expected
+    if num_requests == 60:
+        assert set(expected.num_accepted) >= {0, 1, 2, 3}
 
 
 def test_weights_are_a_softmax_to_the_precision_of_fp32():

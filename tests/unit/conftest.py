@@ -21,7 +21,7 @@ from dflash2_ray.core.ledger import Ledger
 from dflash2_ray.core.messages import RequestSpec
 from dflash2_ray.core.sampling_params import SamplingParams
 from dflash2_ray.models import attention, dflash2, fused_layer, paged_plan
-from dflash2_ray.runtime import build
+from dflash2_ray.runtime import build, rejection_launch
 from dflash2_ray.runtime.target_loop import TargetLoop
 from dflash2_ray.runtime.target_runner import TargetRunner
 
@@ -29,7 +29,7 @@ VOCAB = 259
 KERNELS = (  # where the models call an operator whose reference is more than a few launches
     (paged_plan, "paged_attention"), (attention, "kv_store"), (fused_layer, "add_rms_norm"), (dflash2, "add_rms_norm"),
     (dflash2, "grouped_conv"), (dflash2, "vocab_topk"), (dflash2, "kv_store"), (dflash2, "paged_attention"), (dflash2, "store_context"),
-    (selector_walk, "selector_walk"),
+    (selector_walk, "selector_walk"), (rejection_launch, "sparse_rejection"),
 )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ class ScriptedTarget:
     """Stands in for `models.target.Target`."""
 
     device = "cpu"
+    facts = SimpleNamespace(vocab_size=VOCAB)
 
     def allocate_cache(self, num_pages, page_size):
         return torch.full((num_pages * page_size,), -1, dtype=torch.int64)

@@ -28,8 +28,7 @@ def test_every_operator_is_in_the_report():
 def test_a_gpu_takes_kernels_where_the_service_calls_them(monkeypatch, fresh_choice):
     monkeypatch.setattr(triton_import, "AVAILABLE", True)
     found = report_operators("cuda", "bfloat16", drafts=True)
-    own = {"linear": "plain", "sparse_rejection": "torch"}
-    assert found == {name: own.get(name, "triton") for name in found}
+    assert found == {name: "plain" if name == "linear" else "triton" for name in found}
     backend._choose.cache_clear()
     monkeypatch.setattr(triton_import, "AVAILABLE", False)
     assert "triton" not in report_operators("cuda", "bfloat16", drafts=True).values()
