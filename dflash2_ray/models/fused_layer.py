@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from dflash2_kernels import row_passes
 from dflash2_kernels.add_rms_norm import add_rms_norm, rms_norm
 from dflash2_ray.models.attention import AttentionPlan, attend, store
 from dflash2_ray.models.linear import PackedLinear, stacked
@@ -73,11 +75,14 @@ class FusedLayer(nn.Module):
         self.gate_up = PackedLinear(*stacked(weights, "mlp", ("gate_proj", "up_proj")))
         self.down_proj = PackedLinear(weights["mlp.down_proj.weight"], weights.get("mlp.down_proj.bias"))
         self.act_fn: Any = layer.mlp.act_fn
+        probe = torch.linspace(-9, 9, 64)
+        self._is_silu = torch.equal(self.act_fn(probe), F.silu(probe))
         self.input_norm = weights["input_layernorm.weight"].to(activations)
         self.post_norm = weights["post_attention_layernorm.weight"].to(activations)
         self.norm_eps = _eps(layer.input_layernorm)
         self.post_eps = _eps(layer.post_attention_layernorm)
         self.head_norm: torch.Tensor | None = None
+        self.head_eps = 0.0
         if "self_attn.q_norm.weight" in weights:
             q_norm, k_norm = weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]
             if q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,):
@@ -88,10 +93,22 @@ class FusedLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: Rotary, plan: AttentionPlan, cache: torch.Tensor) -> torch.Tensor:
         """x [P, H] → [P, H]; the first T rows are the plan's, others only pad the products. Stores keys and values."""
-        num_rows = x.shape[0]
-        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv(rms_norm(x, self.input_norm, self.norm_eps)).view(x.shape[0], -1, self.head_dim)
+        query = self._rotate_and_store(qkv, rotary, plan, cache)
+        attended = attend(plan, query, cache, self.options.scaling, self.options.window)
+        normed, x = add_rms_norm(self.shard.total(self.o_proj(attended)), x, self.post_norm, self.post_eps)
+        return x + self.shard.total(self.down_proj(self._gated(self.gate_up(normed, native=True))))
+
+    def _rotate_and_store(
+        self, qkv: torch.Tensor, rotary: Rotary, plan: AttentionPlan, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """qkv [P, N + 2·K, D] → rotated queries [P, N, D]; keys and values are in the cache."""
+        if plan.rows is not None:
+            return row_passes.rotate_and_store(
+                qkv, self.head_norm, self.head_eps, rotary.cos, rotary.signed_sin, plan.slots, cache
+            )
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         both = heads + kv_heads
-        qkv = self.qkv(rms_norm(x, self.input_norm, self.norm_eps)).view(num_rows, -1, head_dim)
         qk = qkv[:, :both]
         if self.head_norm is not None:
             qk = rms_norm(qk, None, self.head_eps) * self.head_norm
@@ -99,7 +116,11 @@ class FusedLayer(nn.Module):
         qkv[:, heads:both] = rotated[:, heads:]
         kv = qkv[: plan.slots.shape[0], heads:]
         store(plan, cache, kv.unflatten(1, (2, kv_heads)))
-        attended = attend(plan, rotated[:, :heads], cache, self.options.scaling, self.options.window)
-        normed, x = add_rms_norm(self.shard.total(self.o_proj(attended)), x, self.post_norm, self.post_eps)
-        gate, up = self.gate_up(normed, native=True).chunk(2, dim=-1)
-        return x + self.shard.total(self.down_proj(self.act_fn(gate) * up))
+        return rotated[:, :heads]
+
+    def _gated(self, both: torch.Tensor) -> torch.Tensor:
+        if self._is_silu and both.dtype == torch.float32 and both.device.type == "cpu" and row_passes.available():
+            return row_passes.silu_gate(both)
+        gate, up = both.chunk(2, dim=-1)
+        gated: torch.Tensor = self.act_fn(gate) * up
+        return gated

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
+from dflash2_kernels import row_passes
 from dflash2_kernels.ahead_of_time import CompileCase
 from dflash2_kernels.backend import Operator
 from dflash2_kernels.published_shapes import BATCHES, DRAFT_BLOCK, HIDDEN
@@ -26,11 +27,13 @@ _NUM_WARPS = 8
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps), times weight [H] if given, over the last dimension; sums in fp32. Type and shape of x. Plain torch:
-    on a CPU `F.rms_norm` is a chain of eight small operators; this one takes five."""
+    """x / sqrt(mean(x²) + eps), times weight [H] if given, over the last dimension; sums in fp32. Type and shape of x. On a CPU
+    `F.rms_norm` is a chain of eight small operators; this is one call where `row_passes` runs, or takes five."""
     width = x.shape[-1]
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, (width,), weight, eps)
+    if row_passes.available():
+        return row_passes.rms_norm(x, weight, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(eps), length, length, value=1 / width).rsqrt_()
     y = x * scale

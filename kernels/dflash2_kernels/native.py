@@ -46,7 +46,7 @@ def _compiled(compiler: str) -> Path:
     """The shared library, compiled if the cache has none. Raises OSError or SubprocessError."""
     sources = sorted(_SOURCES.glob("*.c"))
     digest = hashlib.sha256(" ".join([compiler, *_FLAGS]).encode())
-    for source in sources:
+    for source in [*sources, *sorted(_SOURCES.glob("*.h"))]:
         digest.update(source.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash2_ray"
     done = folder / f"native-{digest.hexdigest()[:16]}.so"

@@ -79,7 +79,8 @@ def test_wheel_holds_exactly_the_two_packages_and_the_assets(tmp_path):
         assert f"dflash2_ray/assets/{asset}" in names
     assert "dflash2_ray/py.typed" in names
     assert "dflash2_kernels/py.typed" in names
-    assert "dflash2_kernels/bf16_linear.c" in names
+    for name in ("bf16_linear.c", "row_attention.c", "row_passes.c", "exponential.h"):
+        assert f"dflash2_kernels/{name}" in names
 
 
 def test_no_machine_path_and_no_shared_folder_in_tracked_files():

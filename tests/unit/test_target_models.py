@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dflash2_kernels import row_attention
+from dflash2_kernels import row_attention, row_passes
 from dflash2_ray.errors import CheckpointError
 from dflash2_ray.models.attention_batch import AttentionBatch, Span
 from dflash2_ray.models.target import Target
@@ -163,6 +163,7 @@ def attention_path(request, monkeypatch):
     """What this machine takes, and what runs without C for it."""
     if request.param == "tiles":
         monkeypatch.setattr(row_attention, "available", lambda head_dim: False)
+        monkeypatch.setattr(row_passes, "available", lambda: False)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
