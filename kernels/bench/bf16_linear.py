@@ -9,7 +9,7 @@ import torch
 from dflash2_kernels.bf16_linear import Bf16Linear
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
 REPEATS = 7
 
 

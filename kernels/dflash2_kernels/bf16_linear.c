@@ -8,20 +8,22 @@
 #define GROUP 4      /* vectors of outputs side by side */
 #define TILE 6       /* rows: TILE * GROUP sums, GROUP weights and one input fit 32 registers */
 #define CHUNK 96     /* rows that share one reading of a group */
-#define AHEAD 4096   /* bytes of weights asked for in advance */
+#define AHEAD 4096   /* bytes of weights asked for in advance within a group */
+#define LINE 32      /* values of a cache line */
 
 static inline __attribute__((always_inline)) void
-tile(const int rows, const int group, const int first, const uint32_t *x, long pairs, const uint16_t *w, const float *bias,
-     float *y, long stride, long left) {
+tile(const int rows, const int group, const int near, const int far, const uint32_t *x, long pairs, const uint16_t *w,
+     const uint16_t *next, const float *bias, float *y, long stride, long left) {
     __m512 sums[TILE][GROUP];
     for (int t = 0; t < rows; t++)
         for (int g = 0; g < group; g++) sums[t][g] = _mm512_setzero_ps();
-    for (long k = 0; k < pairs; k++, w += group * 2 * LANES) {
+    for (long k = 0; k < pairs; k++, w += group * 2 * LANES, next += far * LINE) {
         __m512bh part[GROUP];
         for (int g = 0; g < group; g++) {
             part[g] = (__m512bh)_mm512_load_si512(w + g * 2 * LANES);
-            if (first) _mm_prefetch((const char *)(w + g * 2 * LANES) + AHEAD, _MM_HINT_T0);
+            if (near) _mm_prefetch((const char *)(w + g * 2 * LANES) + AHEAD, _MM_HINT_T0);
         }
+        for (int line = 0; line < far; line++) _mm_prefetch((const char *)(next + line * LINE), _MM_HINT_T1);
         for (int t = 0; t < rows; t++) {
             const __m512bh value = (__m512bh)_mm512_set1_epi32((int)x[t * pairs + k]);
             for (int g = 0; g < group; g++) sums[t][g] = _mm512_dpbf16_ps(sums[t][g], value, part[g]);
@@ -36,15 +38,18 @@ tile(const int rows, const int group, const int first, const uint32_t *x, long p
     }
 }
 
-#define CASE(rows, group)                                                                  \
-    case 8 * rows + group:                                                                 \
-        if (first) tile(rows, group, 1, x, pairs, w, bias, y, stride, left);               \
-        else tile(rows, group, 0, x, pairs, w, bias, y, stride, left);                     \
+#define RUN(rows, group, near, far) tile(rows, group, near, far, x, pairs, w, next, bias, y, stride, left)
+#define CASE(rows, group)                                     \
+    case 8 * rows + group:                                    \
+        if (near) RUN(rows, group, 1, 0);                     \
+        else if (far == 0) RUN(rows, group, 0, 0);            \
+        else if (far == 1) RUN(rows, group, 0, 1);            \
+        else RUN(rows, group, 0, 2);                          \
         break;
 #define CASES(rows) CASE(rows, 1) CASE(rows, 2) CASE(rows, 3) CASE(rows, 4)
 
-static void any_tile(int rows, int group, int first, const uint32_t *x, long pairs, const uint16_t *w, const float *bias,
-                     float *y, long stride, long left) {
+static void any_tile(int rows, int group, int near, int far, const uint32_t *x, long pairs, const uint16_t *w, const uint16_t *next,
+                     const float *bias, float *y, long stride, long left) {
     switch (8 * rows + group) { CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) }
 }
 
@@ -66,11 +71,16 @@ int bf16_linear(const float *x, long T, const uint16_t *w, const float *bias, fl
     for (long start = 0; start < T; start += CHUNK) {
         const long count = T - start < CHUNK ? T - start : CHUNK;
         for (long t = 0; t < count; t++) to_bf16(x + (start + t) * K, K, (uint16_t *)(inputs + t * pairs), 2 * pairs);
+        /* Rows of one tile ask for weights just ahead. With more, a group comes into the second-level cache while the tiles before it
+           compute: memory would wait for the later tiles of each group. */
+        const int far = count <= TILE ? 0 : count <= 3 * TILE ? 2 : 1;
         for (long v = 0; v < vectors; v += GROUP) {
             const int group = vectors - v < GROUP ? (int)(vectors - v) : GROUP;
-            for (long t = 0; t < count; t += TILE) {
+            const uint16_t *own = w + v * LANES * 2 * pairs, *next = own + group * LANES * 2 * pairs, *end = next + GROUP * LANES * 2 * pairs;
+            for (long t = 0; t < count; t += TILE, next += far * pairs * LINE) {
                 const int rows = count - t < TILE ? (int)(count - t) : TILE;
-                any_tile(rows, group, t == 0, inputs + t * pairs, pairs, w + v * LANES * 2 * pairs,
+                const int near = t == 0 && (v == 0 || far == 0);
+                any_tile(rows, group, near, next < end ? far : 0, inputs + t * pairs, pairs, own, next,
                          bias ? bias + v * LANES : 0, y + (start + t) * N + v * LANES, N, N - v * LANES);
             }
         }
