@@ -1,17 +1,21 @@
 """The deployment that keeps the books of a service: one replica, so every front sees the same sum over all units.
 
 Units report about once a second, and at once when a front wants to read (`next_round`), so what a client was told before it asks is in
-the answer. A new replica first waits for the copies of its predecessor's books, then goes on. It must not know Prometheus.
+the answer. A new replica first waits for the copies of its predecessor's books, then goes on; one that has to go hands its books to its
+successor itself. It must not know Prometheus.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ray import serve
+
 from dflash2_ray.core.books import Books
+from dflash2_ray.engine.farewell import application_goes_on, until_taken
 
 BOOKKEEPER_DEPLOYMENT = "bookkeeper"
 REPORT_PERIOD_S = 1.0
@@ -20,6 +24,7 @@ _READ_S = 0.3  # how long a reader waits for units
 _AWAITED_S = 3.0  # a unit that was silent for longer is not waited for
 _SILENT_S = 5.0  # then its gauges are dropped, and its processes are told as down
 _FORGOTTEN_S = 60.0
+_HAND_OVER_S = 2.0  # one try; there is no successor at first
 _NUM_HOLDERS = 3  # units that get a copy with every report
 
 
@@ -85,6 +90,17 @@ class Bookkeeper:
         """A copy of the books that is ahead of them."""
         self._books.join(state)
 
+    async def leave(self, successor: Any, goes_on: Callable[[], Awaitable[bool]]) -> None:
+        """Hand the books to `successor`, the handle of this deployment, as soon as there is one and while `goes_on` says that it may come."""
+
+        async def hand_over() -> bool:
+            async with asyncio.timeout(_HAND_OVER_S):
+                await successor.join.remote(self._books.state())
+            return True
+
+        if self._books.version:
+            await until_taken(hand_over, goes_on)
+
     async def _tell(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -108,3 +124,17 @@ class Bookkeeper:
                 {key: 0 for key in unit.gauges if key.startswith("rank_up/")} if silent else unit.gauges
             )
         return gauges
+
+
+class BookkeeperReplica(Bookkeeper):
+    """What Serve runs."""
+
+    def __del__(self) -> Any:
+        """Serve calls it when the replica has to go, and awaits what it returns."""
+        if self._is_leaving:
+            return None
+        self._is_leaving = True
+        here = serve.get_replica_context()
+        return self.leave(serve.get_deployment_handle(here.deployment, here.app_name), application_goes_on)
+
+    _is_leaving = False

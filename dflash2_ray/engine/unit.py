@@ -26,6 +26,7 @@ from dflash2_ray.core.scaling import UnitLoad
 from dflash2_ray.core.wire import ends, merge_items, pack_error, unpack_spec
 from dflash2_ray.engine.delta_line import TAKE_TIMEOUT_S, Line, LineServer, Mailbox
 from dflash2_ray.engine.drafter_keeper import DrafterKeeper
+from dflash2_ray.engine.farewell import application_goes_on
 from dflash2_ray.engine.overview import unit_row
 from dflash2_ray.engine.placement import UnitPlacement
 from dflash2_ray.engine.rank_group import RankGroup
@@ -345,10 +346,12 @@ class Unit:
         )
 
     async def _leave(self) -> None:
+        """Take the ranks' last numbers, give their machines back, and only then see that somebody has the numbers."""
         self._stopping = True
-        self._tasks[-1].cancel()
-        await self._reporter.leave()
+        await self._count()
+        self._serving.clear()
         self._close()
+        await self._reporter.leave(application_goes_on)
 
     def _close(self) -> None:
         self._stopping = True

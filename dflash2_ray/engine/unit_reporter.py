@@ -6,16 +6,12 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import ray
-from ray.serve.exceptions import RayServeException
-
 from dflash2_ray.core.books import Books
 from dflash2_ray.core.ledger import Numbers, growth_since
 from dflash2_ray.engine.bookkeeper import REPORT_PERIOD_S
+from dflash2_ray.engine.farewell import LOST_CALL, until_taken
 
 _CALL_S = 2.0
-_FAREWELL_S = 1.5
-_LOST = (ray.exceptions.RayError, RayServeException, TimeoutError)
 Count = tuple[Numbers, dict[str, Any], dict[str, Any]]
 """(numbers since the start, gauges, facts), as in `Books` and `Bookkeeper`."""
 
@@ -42,21 +38,19 @@ class UnitReporter:
             try:
                 await self.report()
                 self._round = await self._call("next_round", self._round)
-            except _LOST:
+            except LOST_CALL:
                 await asyncio.sleep(REPORT_PERIOD_S)
 
     async def start(self) -> None:
         """The first report, so that a service that is ready has its names; a bookkeeper that does not come stops no unit."""
-        with contextlib.suppress(*_LOST):
+        with contextlib.suppress(*LOST_CALL):
             async with asyncio.timeout(2 * _CALL_S):
                 while not await self.report():
                     await asyncio.sleep(REPORT_PERIOD_S / 4)
 
-    async def leave(self) -> None:
-        """The last report."""
-        with contextlib.suppress(*_LOST):
-            async with asyncio.timeout(_FAREWELL_S):
-                await self.report(last=True)
+    async def leave(self, goes_on: Callable[[], Awaitable[bool]]) -> None:
+        """The last report, again until it is taken or `goes_on` says that the application does not."""
+        await until_taken(lambda: self.report(last=True), goes_on)
 
     async def report(self, *, last: bool = False) -> bool:
         """Tell what came since the last report, behind what has not arrived yet. Returns whether it was taken."""

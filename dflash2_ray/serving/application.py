@@ -14,8 +14,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.context import _get_global_client
 
 from dflash2_ray.config import ServiceConfig
-from dflash2_ray.engine.bookkeeper import BOOKKEEPER_DEPLOYMENT, Bookkeeper
+from dflash2_ray.engine.bookkeeper import BOOKKEEPER_DEPLOYMENT, BookkeeperReplica
 from dflash2_ray.engine.client import UNIT_DEPLOYMENT
+from dflash2_ray.engine.farewell import PATIENCE_S
 from dflash2_ray.engine.placement import NodeFacts, UnitPlacement, map_gpus, place_unit
 from dflash2_ray.engine.unit import Unit
 from dflash2_ray.engine.unit_scaling import POLICY
@@ -62,11 +63,11 @@ def build_application(config: ServiceConfig) -> Application:
         health_check_period_s=_HEALTH_PERIOD_S,
     )
     bookkeeper: Any = serve.deployment(
-        Bookkeeper,
+        BookkeeperReplica,
         name=BOOKKEEPER_DEPLOYMENT,
         max_ongoing_requests=_MOST_CALLS,
         ray_actor_options={"num_cpus": BOOKKEEPER_CPUS},
-        graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_timeout_s=2 * PATIENCE_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=_HEALTH_PERIOD_S,
         **_logs(config, enable_access_log=False),  # it is called every second

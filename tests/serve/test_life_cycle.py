@@ -40,10 +40,12 @@ def deploy(num_replicas=1, user_config=None, **settings):
         "name": "years",
         "route_prefix": "/years",
         "import_path": "dflash2_ray.app",
-        "args": {**SETTINGS, "num_replicas": num_replicas, **settings},
+        "args": {**SETTINGS, **settings},
     }
+    named = {"unit": {"num_replicas": num_replicas} if "autoscaling" not in settings else {}, "ingress": {}}
     if user_config is not None:
-        application["deployments"] = [{"name": name, "user_config": user_config} for name in ("unit", "ingress")]
+        named = {name: {**one, "user_config": user_config} for name, one in named.items()}
+    application["deployments"] = [{"name": name, **one} for name, one in named.items() if one]
     client = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
     wanted = {"unit": {"RUNNING": num_replicas}, "ingress": {"RUNNING": 1}, "bookkeeper": {"RUNNING": 1}}
@@ -96,6 +98,10 @@ def unit_pid(client):
     return next(row["pid"] for row in asyncio.run(client.describe())["workers"] if row["role"] == "unit")
 
 
+def worker_pids(client):
+    return {row["pid"] for unit in asyncio.run(client.overview())["units"] for row in unit["workers"]}
+
+
 def while_streaming(client, change):
     """All prompts' generations; `change()` runs in a thread once every one of them has its first tokens."""
 
@@ -114,6 +120,14 @@ def while_streaming(client, change):
         return await asyncio.gather(*tasks)
 
     return asyncio.run(together())
+
+
+def all_is_told(service, counted):
+    """A unit that went leaves nothing untold, and nothing is told twice. A front that gets no answer in time tells what it knows."""
+    until(lambda: growth(counted, scrape(service)).get("vllm:request_success_total/length"))
+    told = growth(counted, scrape(service))
+    assert told["vllm:request_success_total/length"] == len(PROMPTS)
+    assert told["vllm:generation_tokens_total"] == LONG["max_tokens"] * len(PROMPTS)
 
 
 def test_a_session_stays_with_its_unit(years, service):
@@ -171,13 +185,14 @@ def test_an_overview_shows_every_unit_even_one_that_hangs(years):
 
 
 def test_scaling_down_lets_streams_finish(years, service, expected):
-    counted = scrape(service)
+    """Nothing but the unit that goes is touched."""
+    pids, counted = worker_pids(years), scrape(service)
     generations = while_streaming(years, deploy)
+    assert len(pids) == 4  # a unit and its rank, twice
+    assert worker_pids(years) < pids
     assert [one.token_ids for one in generations] == expected
     assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
-    told = growth(counted, scrape(service))  # the unit that went has told everything
-    assert told["vllm:request_success_total/length"] == len(PROMPTS)
-    assert told["vllm:generation_tokens_total"] == LONG["max_tokens"] * len(PROMPTS)
+    all_is_told(service, counted)
 
 
 def test_a_start_is_probed_and_told(years):
@@ -235,7 +250,7 @@ def test_a_redeploy_lets_streams_finish(years, service, expected):
     assert [one.token_ids for one in generations] == expected
     assert [one.metrics["num_resumes"] for one in generations] == [0] * len(PROMPTS)
     assert unit_pid(years) != pid
-    assert growth(counted, scrape(service))["vllm:request_success_total/length"] == len(PROMPTS)
+    all_is_told(service, counted)
     assert years.generate("x", max_tokens=4)[0].usage.completion_tokens == 4
 
 

@@ -182,6 +182,13 @@ class Handle:
         return SimpleNamespace(remote=remote)
 
 
+def counter(unit):
+    async def count():
+        return dict(unit.numbers), {}, FACTS
+
+    return count
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -238,12 +245,6 @@ def test_the_sum_of_all_units_never_goes_back(events):
             }
             assert all(total.get(key, 0) >= value for key, value in seen.items())
             seen = total
-
-    def counter(unit):
-        async def count():
-            return dict(unit.numbers), {}, FACTS
-
-        return count
 
     asyncio.run(scenario())
 
@@ -306,3 +307,63 @@ def test_ray_is_told_the_same_buckets_and_sum(values):
     )
     for low, value, high in zip((0, *bounds), chosen, (*bounds, float("inf")), strict=True):
         assert low < value <= high
+
+
+@pytest.mark.parametrize("lost", ["no keeper", "not settled"])
+def test_what_a_redeploy_takes_away_is_told_to_the_new_books(lost):
+    """The unit and the bookkeeper go at once: the one tells until its report is taken, the other until its successor has its books."""
+
+    async def scenario():
+        clock = SimpleNamespace(now=0.0)
+        old = Bookkeeper(lambda: clock.now)
+        service = SimpleNamespace(keeper=old)
+        clock.now += 10
+        unit = SimpleNamespace(numbers={"a": 1.0}, fails=[])
+        reporter = UnitReporter(Handle(service, unit.fails), counter(unit), lambda: "0", lambda *told: None)
+        assert await reporter.report()
+        add_up(unit.numbers, {"a": 2.0})
+        tries = 0
+
+        async def goes_on():
+            nonlocal tries
+            tries += 1
+            if tries == 2:
+                service.keeper = Bookkeeper(lambda: clock.now)
+                unit.fails.clear()
+                await old.leave(Handle(service, []), goes_on)
+            clock.now += 10 if tries > 2 else 0
+            return True
+
+        if lost == "no keeper":
+            unit.fails[:] = ["before"] * 9
+        else:
+            service.keeper = Bookkeeper(lambda: clock.now)
+        await reporter.leave(goes_on)
+        assert service.keeper is not old
+        assert tries >= 2
+        assert service.keeper._books.totals == {"0": {"a": 3.0}}
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_for_the_successor_of_books_that_are_deleted():
+    async def scenario():
+        clock = SimpleNamespace(now=0.0)
+        keeper = Bookkeeper(lambda: clock.now)
+        clock.now += 10
+        unit = SimpleNamespace(numbers={"a": 1.0}, fails=[])
+        service = SimpleNamespace(keeper=keeper)
+        reporter = UnitReporter(Handle(service, unit.fails), counter(unit), lambda: "0", lambda *told: None)
+        assert await reporter.report()
+        asked = []
+
+        async def goes_on():
+            asked.append(1)
+            return False
+
+        unit.fails[:] = ["before"] * 9
+        await reporter.leave(goes_on)
+        await keeper.leave(Handle(service, ["before"] * 9), goes_on)
+        assert len(asked) == 2
+
+    asyncio.run(scenario())
