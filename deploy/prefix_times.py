@@ -1,6 +1,6 @@
 """What the prefix cache is worth, with against without, in turns in one process.
 
-    python deploy/prefix_times.py [--target embedded] [--prefix 400] [--repeats 7]
+    python deploy/prefix_times.py [--target embedded] [--prefix 400] [--repeats 7] [--tokens 48]
 
 Prints one line of JSON. `ttft_ms`: first token of a request whose first `prefix` tokens an earlier one had, medians over repeats.
 `tokens_per_s`: of prompts that share nothing, each asked once, 8 in flight in a full pool; `shared_tokens_per_s`: of prompts that share
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--prefix", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=48, help="new ones of every request of which tokens/s are taken")
     parser.add_argument("--ttft-only", action="store_true")
     asked = parser.parse_args()
     from dflash2_ray import LLM
@@ -64,11 +65,11 @@ def main() -> None:
                 first[engine].append(seconds)
             if asked.ttft_only:
                 continue
-            spent = timed(engine, strangers, 48)[0]
-            together = timed(engine, company, 48)[0]
+            spent = timed(engine, strangers, asked.tokens)[0]
+            together = timed(engine, company, asked.tokens)[0]
             if turn:
-                alone[engine].append(24 * 48 / spent)
-                shared[engine].append(8 * 48 / together)
+                alone[engine].append(24 * asked.tokens / spent)
+                shared[engine].append(8 * asked.tokens / together)
 
     def ratio(found):
         return round(statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True)), 3)

@@ -9,7 +9,7 @@ def test_the_file_alone_brings_the_service_back(cluster, file, clients, tell):
     cluster.apply(file)
     answer = clients.ask(url)
     before = cluster.replicas()
-    assert {row[0] for row in before} == {"unit", "ingress"}
+    assert {row[0] for row in before} == {"unit", "ingress", "bookkeeper"}
 
     cluster.stop("head")
     assert cluster.status() is None
