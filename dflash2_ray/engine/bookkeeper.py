@@ -129,6 +129,8 @@ class Bookkeeper:
 class BookkeeperReplica(Bookkeeper):
     """What Serve runs."""
 
+    _is_leaving = False
+
     def __del__(self) -> Any:
         """Serve calls it when the replica has to go, and awaits what it returns."""
         if self._is_leaving:
@@ -136,5 +138,3 @@ class BookkeeperReplica(Bookkeeper):
         self._is_leaving = True
         here = serve.get_replica_context()
         return self.leave(serve.get_deployment_handle(here.deployment, here.app_name), application_goes_on)
-
-    _is_leaving = False

@@ -3,10 +3,8 @@
 import asyncio
 from typing import Any
 
-import ray
-from ray.serve.exceptions import RayServeException
-
 from dflash2_ray.core.books import Books
+from dflash2_ray.engine.farewell import LOST_CALL
 from dflash2_ray.errors import UnitLost
 
 _READ_S = 0.8
@@ -31,7 +29,7 @@ class BooksReader:
             gauges = answer["gauges"]
             if ahead:
                 self._bookkeeper.join.remote(self._books.state())
-        except (ray.exceptions.RayError, RayServeException, TimeoutError):
+        except LOST_CALL:
             pass
         if not self._books.facts:
             raise UnitLost("no unit has reported yet")

@@ -18,21 +18,17 @@ _PAUSE_S = 0.25
 _STATUS_S = 2.0
 
 
-async def until_taken(
-    tell: Callable[[], Awaitable[bool]], goes_on: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S
-) -> bool:
-    """Call `tell` until it returns True, `goes_on` returns False, or `patience_s` are over. A call that is lost is made again. Returns
-    whether it was taken."""
+async def until_taken(tell: Callable[[], Awaitable[bool]], goes_on: Callable[[], Awaitable[bool]]) -> None:
+    """Call `tell` until it returns True, `goes_on` returns False, or `PATIENCE_S` are over. A call that is lost is made again."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 with contextlib.suppress(*LOST_CALL):
                     if await tell():
-                        return True
+                        return
                 if not await goes_on():
-                    return False
+                    return
                 await asyncio.sleep(_PAUSE_S)
-    return False
 
 
 async def application_goes_on() -> bool:

@@ -189,6 +189,17 @@ def counter(unit):
     return count
 
 
+async def reporting():
+    """A clock, a service with its bookkeeper, and a unit whose reporter has told {"a": 1}."""
+    clock = SimpleNamespace(now=0.0)
+    service = SimpleNamespace(keeper=Bookkeeper(lambda: clock.now))
+    clock.now += 10
+    unit = SimpleNamespace(numbers={"a": 1.0}, fails=[])
+    unit.reporter = UnitReporter(Handle(service, unit.fails), counter(unit), lambda: "0", lambda *told: None)
+    assert await unit.reporter.report()
+    return clock, service, unit
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -314,13 +325,8 @@ def test_what_a_redeploy_takes_away_is_told_to_the_new_books(lost):
     """The unit and the bookkeeper go at once: the one tells until its report is taken, the other until its successor has its books."""
 
     async def scenario():
-        clock = SimpleNamespace(now=0.0)
-        old = Bookkeeper(lambda: clock.now)
-        service = SimpleNamespace(keeper=old)
-        clock.now += 10
-        unit = SimpleNamespace(numbers={"a": 1.0}, fails=[])
-        reporter = UnitReporter(Handle(service, unit.fails), counter(unit), lambda: "0", lambda *told: None)
-        assert await reporter.report()
+        clock, service, unit = await reporting()
+        old = service.keeper
         add_up(unit.numbers, {"a": 2.0})
         tries = 0
 
@@ -338,7 +344,7 @@ def test_what_a_redeploy_takes_away_is_told_to_the_new_books(lost):
             unit.fails[:] = ["before"] * 9
         else:
             service.keeper = Bookkeeper(lambda: clock.now)
-        await reporter.leave(goes_on)
+        await unit.reporter.leave(goes_on)
         assert service.keeper is not old
         assert tries >= 2
         assert service.keeper._books.totals == {"0": {"a": 3.0}}
@@ -348,13 +354,7 @@ def test_what_a_redeploy_takes_away_is_told_to_the_new_books(lost):
 
 def test_nobody_waits_for_the_successor_of_books_that_are_deleted():
     async def scenario():
-        clock = SimpleNamespace(now=0.0)
-        keeper = Bookkeeper(lambda: clock.now)
-        clock.now += 10
-        unit = SimpleNamespace(numbers={"a": 1.0}, fails=[])
-        service = SimpleNamespace(keeper=keeper)
-        reporter = UnitReporter(Handle(service, unit.fails), counter(unit), lambda: "0", lambda *told: None)
-        assert await reporter.report()
+        _, service, unit = await reporting()
         asked = []
 
         async def goes_on():
@@ -362,8 +362,8 @@ def test_nobody_waits_for_the_successor_of_books_that_are_deleted():
             return False
 
         unit.fails[:] = ["before"] * 9
-        await reporter.leave(goes_on)
-        await keeper.leave(Handle(service, ["before"] * 9), goes_on)
+        await unit.reporter.leave(goes_on)
+        await service.keeper.leave(Handle(service, ["before"] * 9), goes_on)
         assert len(asked) == 2
 
     asyncio.run(scenario())
